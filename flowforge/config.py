@@ -1,0 +1,183 @@
+"""Settings: environment variables FLOWFORGE_*, which command-line flags override by `replace`.
+
+One frozen dataclass holds them all; every value is checked when it is made, so a `Config` that exists is
+valid. The variable of a field is FLOWFORGE_ and its name in capitals, except FLOWFORGE_AMQP_URL
+(`amqp_urls`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from flowforge.errors import ConfigError
+
+
+def _text(
+    default: str | tuple[str, ...], meaning: str, pattern: str = r".*", allowed: str = "any text"
+) -> Any:
+    """A setting that is text, or with a tuple for its default a comma separated list of texts."""
+    return field(default=default, metadata={"help": meaning, "pattern": pattern, "allowed": allowed})
+
+
+def _seconds(default: float, low: float, high: float, meaning: str) -> Any:
+    allowed = f"a number of seconds from {low:g} to {high:g}"
+    return field(default=default, metadata={"help": meaning, "low": low, "high": high, "allowed": allowed})
+
+
+def _count(default: int, low: int, high: int, meaning: str) -> Any:
+    allowed = f"a whole number from {low} to {high}"
+    return field(default=default, metadata={"help": meaning, "low": low, "high": high, "allowed": allowed})
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. Durations are in seconds.
+
+    Raises ConfigError, naming the variable, its value and what is allowed.
+    """
+
+    database_url: str = _text("", "PostgreSQL connection string (URI or key=value)")
+    amqp_urls: tuple[str, ...] = _text(
+        (),
+        "RabbitMQ URLs, comma separated, tried in turn; empty: delivery by PostgreSQL only",
+        r"amqps?://.+",
+        "amqp:// or amqps:// URLs, comma separated",
+    )
+    namespace: str = _text(
+        "",
+        "prefix of exchanges and queues, so that several databases can share a broker",
+        r"[A-Za-z0-9_-]{0,50}",
+        "up to 50 letters, digits, _ and -",
+    )
+    queue_type: str = _text(
+        "quorum", "type of the work queues on RabbitMQ", r"quorum|classic", "quorum or classic"
+    )
+
+    log_format: str = _text("text", "form of the log lines", r"json|text", "json or text")
+    log_level: str = _text(
+        "info",
+        "least important log line that is written",
+        r"debug|info|warning|error",
+        "debug, info, warning or error",
+    )
+    health_file: str = _text("", "file that a daemon keeps its state of health in; empty: none")
+
+    poll_interval: float = _seconds(
+        1.0, 0.01, 3600, "longest wait between two looks for work, notified or not"
+    )
+    reap_interval: float = _seconds(1.0, 0.05, 60, "scheduler: time between two looks for expired leases")
+    recover_interval: float = _seconds(
+        1.0, 0.05, 3600, "scheduler: time between two looks for lost, undeliverable and cancelled dispatches"
+    )
+    sweep_interval: float = _seconds(2.0, 0.05, 3600, "scheduler: time between two sweeps of the outbox")
+    settle_batch: int = _count(1000, 1, 100_000, "scheduler: finished task runs settled by one call")
+    dispatch_batch: int = _count(500, 1, 100_000, "scheduler: task runs dispatched by one call")
+
+    publish_batch: int = _count(1000, 1, 100_000, "publisher: messages of one transaction")
+    confirm_window: int = _count(
+        1000, 1, 65_535, "publisher: messages under way to the broker and not yet confirmed"
+    )
+    confirm_timeout: float = _seconds(10.0, 0.1, 600, "publisher: longest wait for a batch's confirms")
+    blocked_timeout: float = _seconds(5.0, 0.1, 600, "longest time that a blocked broker is waited for")
+    amqp_heartbeat: int = _count(30, 0, 3600, "AMQP heartbeat; 0 turns it off")
+
+    lease: float = _seconds(30.0, 1, 86_400, "worker: lease of a claim, unless the definition sets one")
+    grace: float = _seconds(30.0, 0, 86_400, "worker: time that handlers get to finish after SIGTERM")
+    concurrency: int = _count(8, 1, 10_000, "worker: handlers that run at the same time")
+    queues: tuple[str, ...] = _text(
+        ("default",),
+        "worker: queues it takes work from, comma separated",
+        r"[^\x00-\x1f\x7f]+",
+        "queue names, comma separated",
+    )
+
+    lock_timeout: float = _seconds(5.0, 0.1, 600, "longest wait for a row lock in any call of a daemon")
+    connect_timeout: int = _count(10, 2, 600, "longest wait for a connection to PostgreSQL")
+    prepared_statements: bool = field(
+        default=True, metadata={"help": "off behind a pooler in transaction mode", "allowed": "on or off"}
+    )
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            object.__setattr__(self, each.name, _checked(each, getattr(self, each.name)))
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Settings of the environment (`os.environ` unless given). An empty variable counts as not set.
+
+        Raises ConfigError for a bad value.
+        """
+        environ = os.environ if environ is None else environ
+        names = {variable(each): each.name for each in dataclasses.fields(cls)}
+        found: dict[str, Any] = {name: environ[key] for key, name in names.items() if environ.get(key)}
+        return cls(**found)
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with `changes`; a change that is None is left out, so that absent flags can be passed as
+        they are."""
+        return dataclasses.replace(
+            self, **{key: value for key, value in changes.items() if value is not None}
+        )
+
+    @property
+    def uses_broker(self) -> bool:
+        """Whether messages travel by RabbitMQ; if not, workers take dispatches from PostgreSQL."""
+        return bool(self.amqp_urls)
+
+    def __repr__(self) -> str:
+        shown = dataclasses.asdict(self)
+        shown["database_url"] = without_password(self.database_url)
+        shown["amqp_urls"] = tuple(map(without_password, self.amqp_urls))
+        return f"Config({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+
+
+def variable(each: dataclasses.Field[Any]) -> str:
+    """The environment variable of a field."""
+    return "FLOWFORGE_AMQP_URL" if each.name == "amqp_urls" else f"FLOWFORGE_{each.name.upper()}"
+
+
+def without_password(url: str) -> str:
+    """`url` (a URI or libpq's key=value) with every password replaced by ***."""
+    if "://" not in url:
+        return re.sub(r"((?:ssl)?password\s*=\s*)('(?:[^'\\]|\\.)*'|\S+)", r"\1***", url)
+    try:
+        parts = urlsplit(url)
+        login, at, place = parts.netloc.rpartition("@")
+    except ValueError:
+        return url.partition("://")[0] + "://***"
+    user, colon, _ = login.partition(":")
+    query = re.sub(r"((?:^|&)(?:ssl)?password=)[^&]*", r"\1***", parts.query)
+    return urlunsplit(parts._replace(netloc=f"{user}{':***' if colon else ''}{at}{place}", query=query))
+
+
+def _checked(each: dataclasses.Field[Any], value: Any) -> Any:
+    """The value of one field in its own type, or ConfigError."""
+    rules = each.metadata
+    try:
+        if "low" in rules:
+            if isinstance(value, bool):
+                raise ValueError
+            number = float(value) if isinstance(each.default, float) else int(value)
+            if not rules["low"] <= number <= rules["high"]:
+                raise ValueError
+            return number
+        if isinstance(each.default, bool):
+            return value if isinstance(value, bool) else {"on": True, "off": False}[value]
+        if isinstance(each.default, tuple):
+            items = value.split(",") if isinstance(value, str) else value
+            found = tuple(dict.fromkeys(item.strip() for item in items if item.strip()))
+            if not all(re.fullmatch(rules["pattern"], item) for item in found):
+                raise ValueError
+            return found
+        if not isinstance(value, str) or not re.fullmatch(rules["pattern"], value):
+            raise ValueError
+        return value
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        items = value if isinstance(value, (tuple, list)) else str(value).split(",")
+        shown = ",".join(without_password(str(item)) for item in items)
+        raise ConfigError(f"{variable(each)} is {shown!r}; allowed is {rules['allowed']}") from None

@@ -1,0 +1,365 @@
+"""Connections to PostgreSQL as daemons and clients use them.
+
+Nothing here relies on session state, so everything works behind a pooler in transaction mode: what a call
+needs is set inside its own transaction (`call`, `begin`). Errors of psycopg pass through unchanged;
+`errors.from_database` names them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+import random
+import re
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psycopg
+from psycopg import conninfo, sql
+from psycopg.rows import tuple_row
+from psycopg.types.json import set_json_dumps
+
+from flowforge import log
+from flowforge.errors import ConfigError, NotStorable
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+_DEFAULTS: Mapping[str, str | int] = {
+    "connect_timeout": 10,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+    "client_encoding": "UTF8",
+}
+
+
+def connect(
+    dsn: str,
+    *,
+    application_name: str,
+    connect_timeout: int | None = None,
+    prepared_statements: bool = True,
+    read_write: bool = True,
+) -> Connection:
+    """A connection in autocommit mode whose explicit transactions are READ COMMITTED.
+
+    `read_write` skips servers that are read-only at present (standbys, a server being failed over).
+    `prepared_statements` off is for poolers in transaction mode. Parameters of `dsn` win over the keepalives
+    and time-outs set here. Values of psycopg's Json and Jsonb are written by `json_text`.
+
+    Raises ConfigError when `dsn` is empty or cannot be parsed, psycopg.Error when the connection fails.
+    """
+    if not dsn:
+        raise ConfigError(
+            "FLOWFORGE_DATABASE_URL is not set; give a connection string such as postgresql://user@host/database"
+        )
+    try:
+        given = conninfo.conninfo_to_dict(dsn)
+    except psycopg.Error:
+        # The parser's own message may quote a part of the password.
+        raise ConfigError(
+            "FLOWFORGE_DATABASE_URL is not a PostgreSQL connection string (URI or key=value)"
+        ) from None
+    settings: dict[str, Any] = {**_DEFAULTS, "application_name": application_name, **given}
+    if connect_timeout is not None and "connect_timeout" not in given:
+        settings["connect_timeout"] = connect_timeout
+    if read_write and "target_session_attrs" not in given:
+        settings["target_session_attrs"] = "read-write"
+    connection: Connection = psycopg.connect(
+        **settings,
+        autocommit=True,
+        row_factory=tuple_row,
+        prepare_threshold=5 if prepared_statements else None,
+    )
+    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+    set_json_dumps(json_text, connection)
+    return connection
+
+
+def call(
+    conn: Connection, query: str, params: Sequence[Any] = (), *, lock_timeout: float = 5.0
+) -> list[tuple[Any, ...]]:
+    """Run one statement as its own READ COMMITTED transaction, in one round trip, and return its rows.
+
+    `query` must be a single statement with %s placeholders, `lock_timeout` is in seconds. The placeholders
+    are filled in by the client, so arrays and jsonb need a cast in the statement (%s::bigint[])."""
+    head = "set transaction isolation level read committed; "
+    head += f"set local lock_timeout = {round(lock_timeout * 1000)}; "
+    with psycopg.ClientCursor(conn) as cursor:
+        cursor.execute(head + query, params or None)
+        while cursor.nextset():
+            pass
+        return cursor.fetchall() if cursor.description else []
+
+
+@contextmanager
+def begin(conn: Connection, *, lock_timeout: float = 5.0) -> Generator[Connection]:
+    """A READ COMMITTED transaction with a lock time-out in seconds; commits at the end of the block, or rolls
+    back."""
+    with conn.transaction():
+        conn.execute(sql.SQL("set local lock_timeout = {}").format(round(lock_timeout * 1000)))
+        yield conn
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON text that PostgreSQL can keep. Raises NotStorable saying why it can't be."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        text.encode()
+    except UnicodeEncodeError:
+        raise NotStorable("not storable: text with a lone surrogate") from None
+    except (TypeError, ValueError) as exc:
+        raise NotStorable(f"not storable: {exc}") from None
+    except RecursionError:
+        raise NotStorable("not storable: nested too deeply") from None
+    if re.search(r"(?<!\\)(?:\\\\)*\\u0000", text):
+        raise NotStorable("not storable: text with the character U+0000")
+    return text
+
+
+# -- what kind of failure it was
+
+_TRANSIENT = frozenset(
+    {"40001", "40P01", "55P03", "57P01", "57P02", "57P03", "57P05", "57014", "25006", "25P03", "25P04"}
+)
+_TRANSIENT_CLASSES = ("08", "53")
+
+# A failed connection has no SQLSTATE in libpq's interface, so its text must tell. What matches none of these
+# is taken for transient: a server whose messages are in another language is asked again instead of given up.
+_REFUSED = (
+    (
+        re.compile(
+            r"password authentication failed|no password supplied|authentication failed for user",
+            re.IGNORECASE,
+        ),
+        "wrong login or password",
+    ),
+    (re.compile(r'role "[^"]*" does not exist', re.IGNORECASE), "the login does not exist"),
+    (
+        re.compile(r"no pg_hba\.conf entry|pg_hba\.conf rejects", re.IGNORECASE),
+        "the server does not admit this login from this host",
+    ),
+    (re.compile(r'database "[^"]*" does not exist', re.IGNORECASE), "the database does not exist"),
+    (
+        re.compile(r"permission denied for database|is not permitted to log in", re.IGNORECASE),
+        "the login may not connect to this database",
+    ),
+)
+
+
+def is_transient(exc: BaseException) -> bool:
+    """Whether the same request may succeed later, on a fresh connection: the connection was lost or refused,
+    the server is starting, stopping, read-only or out of slots, or the statement lost a race (serialization,
+    deadlock, lock time-out, statement time-out)."""
+    if not isinstance(exc, psycopg.Error):
+        return isinstance(exc, (ConnectionError, TimeoutError))
+    if exc.sqlstate is not None:
+        return exc.sqlstate in _TRANSIENT or exc.sqlstate[:2] in _TRANSIENT_CLASSES
+    return isinstance(exc, (psycopg.OperationalError, psycopg.InterfaceError)) and refusal(exc) is None
+
+
+def refusal(exc: psycopg.Error) -> str | None:
+    """Why a connection can never succeed as configured (wrong password, no such database, ...), or None."""
+    if exc.sqlstate is not None:
+        known = {"28P01": 0, "28000": 2, "3D000": 3}.get(exc.sqlstate)
+        return None if known is None else _REFUSED[known][1]
+    text = str(exc)
+    return next((reason for pattern, reason in _REFUSED if pattern.search(text)), None)
+
+
+def connection_lost(conn: Connection) -> bool:
+    """Whether `conn` can no longer be used."""
+    return conn.closed or conn.broken
+
+
+class Backoff:
+    """Growing delays with jitter: each is between half and the whole of `first`, `first * 2`, ... up to `cap`
+    seconds."""
+
+    def __init__(self, first: float = 0.1, cap: float = 10.0) -> None:
+        self._first, self._cap, self._tries = first, cap, 0
+
+    def next(self) -> float:
+        """The delay before the next try, in seconds."""
+        whole = min(self._cap, self._first * 2.0 ** min(self._tries, 30))
+        self._tries += 1
+        return whole * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter, not a secret
+
+    def reset(self) -> None:
+        """It worked: start anew."""
+        self._tries = 0
+
+
+# -- a bound for calls that may never return
+
+
+def sever(fileno: int) -> None:
+    """Shut the socket behind `fileno` down, so that whoever waits on it gets an error at once. Safe from any
+    thread."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fileno)) as copy:
+        copy.shutdown(socket.SHUT_RDWR)
+
+
+class _Watchdog:
+    """One thread that severs connections whose guard has run out."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._deadlines: list[tuple[float, int]] = []
+        self._open: dict[int, int] = {}
+        self._keys = itertools.count()
+        self._thread: threading.Thread | None = None
+
+    def add(self, fileno: int, seconds: float) -> int:
+        with self._changed:
+            key = next(self._keys)
+            self._open[key] = os.dup(fileno)
+            entry = (time.monotonic() + seconds, key)
+            heapq.heappush(self._deadlines, entry)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True)
+                self._thread.start()
+            elif self._deadlines[0] is entry:
+                self._changed.notify()
+            return key
+
+    def remove(self, key: int) -> None:
+        with self._changed:
+            if (copy := self._open.pop(key, None)) is not None:
+                os.close(copy)
+
+    def _run(self) -> None:
+        with self._changed:
+            while True:
+                while self._deadlines and self._deadlines[0][1] not in self._open:
+                    heapq.heappop(self._deadlines)
+                if not self._deadlines:
+                    self._changed.wait()
+                elif (left := self._deadlines[0][0] - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                else:
+                    sever(self._open[heapq.heappop(self._deadlines)[1]])
+
+
+_watchdog = _Watchdog()
+
+
+@contextmanager
+def guard(conn: Connection, seconds: float) -> Generator[None]:
+    """Bound the calls on `conn` inside the block: after `seconds` its socket is shut down, so that a call
+    that waits for a server that no longer answers (a half-open path that keepalives don't notice) fails as a
+    lost connection."""
+    key = _watchdog.add(conn.fileno(), seconds)
+    try:
+        yield
+    finally:
+        _watchdog.remove(key)
+
+
+# -- notifications
+
+
+class Listener(threading.Thread):
+    """A thread with its own autocommit connection that LISTENs and calls `wake` for whatever arrives.
+
+    A notification is a hint: `wake` is also called after each (re)connect, when LISTEN is in force, so that
+    the caller looks at everything that was committed before. The connection is checked by a round trip every
+    `check_every` seconds and replaced when it fails, with jittered back-off and one log line. At the first
+    start a random channel is notified; if nothing arrives within two seconds (a pooler in transaction mode),
+    one warning is logged and the thread ends: `polling_only` is then true."""
+
+    def __init__(
+        self,
+        dsn: str,
+        channels: Iterable[str],
+        wake: Callable[[], None],
+        *,
+        name: str,
+        check_every: float = 10.0,
+        connect_timeout: int | None = None,
+    ) -> None:
+        super().__init__(name=f"flowforge-listen-{name}", daemon=True)
+        self.polling_only = False
+        self.listening = threading.Event()
+        self._dsn, self._channels, self._wake, self._daemon_name = dsn, tuple(channels), wake, name
+        self._check_every, self._connect_timeout = check_every, connect_timeout
+        self._log = log.of(name)
+        self._stop_reader, self._stop_writer = socket.socketpair()
+
+    def close(self) -> None:
+        """End the thread; returns when it has ended."""
+        with suppress(OSError):
+            self._stop_writer.send(b"x")
+        if self.is_alive():
+            self.join(15)
+        self._stop_writer.close()
+
+    def run(self) -> None:
+        backoff, lost = Backoff(), False
+        while not self.polling_only:
+            try:
+                with self._connect() as conn:
+                    for channel in self._channels:
+                        conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+                    if not self.listening.is_set() and not lost and not self._hears(conn):
+                        self.polling_only = True
+                        self._log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
+                        return
+                    if lost:
+                        self._log.info("listening again after its connection was lost")
+                    backoff.reset()
+                    lost = False
+                    self.listening.set()
+                    self._wake()
+                    if self._relay(conn):
+                        return
+            except (psycopg.Error, OSError) as exc:
+                self.listening.clear()
+                if not lost:
+                    self._log.warning("listening connection lost; trying again", error=type(exc).__name__)
+                lost = True
+                if self._stopped(backoff.next()):
+                    return
+
+    def _connect(self) -> Connection:
+        return connect(
+            self._dsn,
+            application_name=f"flowforge {self._daemon_name} listen",
+            connect_timeout=self._connect_timeout,
+            prepared_statements=False,
+        )
+
+    def _hears(self, conn: Connection) -> bool:
+        channel = f"flowforge_test_{random.getrandbits(64):x}"
+        with guard(conn, 5):
+            conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+            conn.execute(sql.SQL("notify {}").format(sql.Identifier(channel)))
+            heard = any(note.channel == channel for note in conn.notifies(timeout=2.0, stop_after=1))
+            conn.execute(sql.SQL("unlisten {}").format(sql.Identifier(channel)))
+        return heard
+
+    def _relay(self, conn: Connection) -> bool:
+        """Call `wake` until asked to stop (true) or the connection fails (raises)."""
+        while True:
+            stop, notes = self._stop_reader.fileno(), conn.fileno()
+            ready, _, _ = select.select([stop, notes], [], [], self._check_every)
+            if stop in ready:
+                return True
+            with guard(conn, 5):
+                if not ready:
+                    conn.execute("select 1")
+                for _ in conn.notifies(timeout=0):
+                    pass
+            if ready:
+                self._wake()
+
+    def _stopped(self, seconds: float) -> bool:
+        return bool(select.select([self._stop_reader], [], [], seconds)[0])

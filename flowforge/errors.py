@@ -1,0 +1,185 @@
+"""Every exception that FlowForge raises, in one tree.
+
+Library errors (psycopg, pika, yoyo) become one of these at the edge, so that callers need only this module.
+No message holds a password or a payload.
+
+    FlowForgeError
+        ConfigError             a setting is missing or has a value that is not allowed
+        SchemaError             the schema is missing, too old, or not what the files say
+        MissingPrivilege        the login may not do what its daemon needs
+        DatabaseError           the database refused; `.sqlstate` tells why
+            InvalidArgument, NotFound, InvalidDefinition, IdempotencyConflict, LimitExceeded, Fenced,
+            StateConflict, IsolationError      WF001 to WF008, raised by FlowForge's own functions
+            DatabaseUnavailable nothing wrong with the request: asking again later may succeed
+        NotStorable             a value that is not JSON, or that PostgreSQL cannot keep
+        BrokerError
+            BrokerUnavailable, BrokerBlocked, BrokerMisconfigured
+        PermanentError          raised by a handler: no further attempt
+        Cancelled               inside a handler: its run is being cancelled, or its lease is lost
+        TimeLimitExceeded       inside a handler: the task's time limit has passed
+"""
+# ruff: noqa: N818 -- the names say what happened; a suffix Error on each would only repeat the module's name
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import psycopg
+
+
+class FlowForgeError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(FlowForgeError):
+    """A setting is missing or has a value that is not allowed; the message names it and says what is."""
+
+
+class SchemaError(FlowForgeError):
+    """The schema is missing, too old for this program, or differs from the files it was made from."""
+
+
+class MissingPrivilege(FlowForgeError):
+    """The database login lacks a privilege; the message names what is missing and how to give it."""
+
+
+class DatabaseError(FlowForgeError):
+    """The database refused. `sqlstate` is its five-character code, or None when the connection itself
+    failed."""
+
+    default_sqlstate: ClassVar[str | None] = None
+
+    def __init__(self, message: str, sqlstate: str | None = None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate if sqlstate is not None else self.default_sqlstate
+
+
+class InvalidArgument(DatabaseError):
+    """WF001: an argument is null, out of bounds or of the wrong form."""
+
+    default_sqlstate = "WF001"
+
+
+class NotFound(DatabaseError):
+    """WF002: no such workflow, version, run, task, task run or queue."""
+
+    default_sqlstate = "WF002"
+
+
+class InvalidDefinition(DatabaseError):
+    """WF003: a workflow definition breaks a rule (unknown key, cycle, duplicate task, ...)."""
+
+    default_sqlstate = "WF003"
+
+
+class IdempotencyConflict(DatabaseError):
+    """WF004: the idempotency key was used before, with another input."""
+
+    default_sqlstate = "WF004"
+
+
+class LimitExceeded(DatabaseError):
+    """WF005: a named limit was exceeded (payload, number of tasks, length of a name, ...)."""
+
+    default_sqlstate = "WF005"
+
+
+class Fenced(DatabaseError):
+    """WF006: the fencing token is no longer the current one; another owner may be at work."""
+
+    default_sqlstate = "WF006"
+
+
+class StateConflict(DatabaseError):
+    """WF007: refused in the present state, such as a retry of a task that is running."""
+
+    default_sqlstate = "WF007"
+
+
+class IsolationError(DatabaseError):
+    """WF008: the function only works at isolation level READ COMMITTED."""
+
+    default_sqlstate = "WF008"
+
+
+class DatabaseUnavailable(DatabaseError):
+    """The connection was lost or refused, or the statement lost a race: the same request may succeed
+    later."""
+
+
+class NotStorable(FlowForgeError):
+    """The value is not JSON (bytes, NaN, a lone surrogate, ...) or is JSON that PostgreSQL cannot keep
+    (U+0000, depth)."""
+
+
+class BrokerError(FlowForgeError):
+    """The root of what concerns RabbitMQ."""
+
+
+class BrokerUnavailable(BrokerError):
+    """No broker of the configured URLs could be reached, or the connection was lost."""
+
+
+class BrokerBlocked(BrokerError):
+    """The broker has stopped reading from publishers (memory or disk alarm) for longer than the blocked
+    time-out."""
+
+
+class BrokerMisconfigured(BrokerError):
+    """The broker will go on refusing until someone changes it: a queue or exchange with other arguments, a
+    wrong password, a missing virtual host or permission. The message names it."""
+
+
+class PermanentError(FlowForgeError):
+    """Raised by a handler: the task failed, and no further attempt would help."""
+
+
+class Cancelled(FlowForgeError):
+    """Raised inside a handler whose run is being cancelled, or whose lease is lost."""
+
+
+class TimeLimitExceeded(FlowForgeError):
+    """Raised inside a handler when the task's time limit has passed."""
+
+
+_BY_SQLSTATE: dict[str | None, type[DatabaseError]] = {
+    kind.default_sqlstate: kind
+    for kind in (
+        InvalidArgument,
+        NotFound,
+        InvalidDefinition,
+        IdempotencyConflict,
+        LimitExceeded,
+        Fenced,
+        StateConflict,
+        IsolationError,
+    )
+}
+
+# U+0000 in jsonb; text that is not JSON (lone surrogate, NaN); bytes that are not UTF-8; nesting beyond the
+# server's stack.
+_NOT_STORABLE = frozenset({"22P05", "22P02", "22021", "54001"})
+
+
+def from_database(exc: psycopg.Error) -> FlowForgeError:
+    """The exception of this tree that says what `exc` says. Raise it `from exc`."""
+    from flowforge.db import is_transient  # db imports this module
+
+    sqlstate = exc.sqlstate
+    text = (exc.diag.message_primary or str(exc).strip().partition("\n")[0]) or type(exc).__name__
+    if exc.diag.message_hint and sqlstate is not None and sqlstate.startswith("WF"):
+        text = f"{text} ({exc.diag.message_hint})"
+    if sqlstate in _BY_SQLSTATE:
+        return _BY_SQLSTATE[sqlstate](text)
+    if is_transient(exc):
+        return DatabaseUnavailable(text, sqlstate)
+    if sqlstate == "42501":
+        return MissingPrivilege(text)
+    if sqlstate in ("42883", "3F000"):
+        return SchemaError(
+            f"{text}: the schema is missing or older than this program; run `flowforge migrate`"
+        )
+    if sqlstate in _NOT_STORABLE or (sqlstate is None and type(exc).__name__ == "DataError"):
+        return NotStorable(f"not storable: {text}")
+    return DatabaseError(text, sqlstate)

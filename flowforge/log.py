@@ -1,0 +1,89 @@
+"""Structured logs: one line an event, JSON or text, with stable keys.
+
+Use `log = log.of("scheduler")`, then `log.info("event in words", run=1, task_run=2)`. Keys in use: daemon,
+run, task_run, dispatch, attempt, token, queue, count, error, seconds. Never a payload, never a password."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from typing import Any, TextIO
+
+_ROOT = "flowforge"
+
+
+class Log:
+    """A logger of one daemon. Every method takes the event in words and its keys."""
+
+    def __init__(self, daemon: str) -> None:
+        self._daemon = daemon
+        self._logger = logging.getLogger(f"{_ROOT}.{daemon}")
+
+    def debug(self, event: str, **keys: Any) -> None:
+        self._write(logging.DEBUG, event, keys)
+
+    def info(self, event: str, **keys: Any) -> None:
+        self._write(logging.INFO, event, keys)
+
+    def warning(self, event: str, **keys: Any) -> None:
+        self._write(logging.WARNING, event, keys)
+
+    def error(self, event: str, **keys: Any) -> None:
+        self._write(logging.ERROR, event, keys)
+
+    def exception(self, event: str, **keys: Any) -> None:
+        """As `error`, with the traceback of the exception being handled."""
+        self._write(logging.ERROR, event, keys, exc_info=True)
+
+    def _write(self, level: int, event: str, keys: dict[str, Any], exc_info: bool = False) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(
+                level, "%s", event, extra={"keys": {"daemon": self._daemon, **keys}}, exc_info=exc_info
+            )
+
+
+def of(daemon: str) -> Log:
+    """The logger of `daemon`."""
+    return Log(daemon)
+
+
+def configure(form: str = "text", level: str = "info", stream: TextIO | None = None) -> None:
+    """Write FlowForge's lines to `stream` (standard error) as `form`, json or text. Calling again replaces
+    the first."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    root = logging.getLogger(_ROOT)
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+    fields = {"time": moment, "level": record.levelname.lower(), "event": record.getMessage()}
+    return fields | getattr(record, "keys", {})
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _fields(record)
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _fields(record)
+        moment, level, event = fields.pop("time"), fields.pop("level"), fields.pop("event")
+        daemon = fields.pop("daemon", record.name)
+        rest = "".join(f" {key}={_shown(value)}" for key, value in fields.items())
+        line = f"{moment} {level:<7} {daemon}: {event}{rest}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text) if not text or any(char.isspace() or char in '"=' for char in text) else text
