@@ -1,0 +1,1 @@
+"""FlowForge: a durable workflow engine whose correctness lives in PostgreSQL."""

@@ -1,0 +1,167 @@
+"""PostgreSQL 15 and RabbitMQ from Debian's packages, unpacked into a cache without being installed.
+
+apt-get does the fetching, with a state of its own, so neither root nor a change to the system is needed, and its
+signatures are checked as ever. As that state knows no installed package, all dependencies are named; the libraries
+among them are unpacked too and found through LD_LIBRARY_PATH, so nothing that happens to be on the system is relied on.
+
+Where there is no apt-get, environment variables name what is there: FLOWFORGE_TEST_PG15_BIN, a directory with the
+binaries of PostgreSQL 15, and FLOWFORGE_TEST_AMQP_URL, a running broker.
+
+`python -m tests.services.debian postgresql-15 rabbitmq` fetches them in advance.
+"""
+
+import fcntl
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# What of the dependencies is unpacked. The C library must be the system's own, as the program loader is; the rest left
+# out serves the installation (users, services, log rotation) or scripting languages.
+WANTED = re.compile(r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|lib)")
+UNWANTED = re.compile(r"(libc6|libc-bin|libc-l10n|libperl|libpython|libpam-modules|libpam-runtime|.*-perl$)")
+
+PACKAGES = {
+    "postgresql-15": ["postgresql-15", "postgresql-15-plpgsql-check"],
+    "rabbitmq": ["rabbitmq-server"],
+}
+INSTEAD = {
+    "postgresql-15": "set FLOWFORGE_TEST_PG15_BIN to the directory of PostgreSQL 15's binaries (initdb, postgres, …)",
+    "rabbitmq": "set FLOWFORGE_TEST_AMQP_URL to a running broker (amqp://user:password@host:5672/vhost)",
+}
+# Raised whenever what is unpacked, or how, changes: caches made before are then left aside.
+RECIPE = 1
+
+APT_CONF = """\
+#clear APT::Update::Pre-Invoke;
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+Dir::State "{state}";
+Dir::State::status "{state}/status";
+Dir::Cache "{cache}";
+Debug::NoLocking "1";
+APT::Sandbox::User "root";
+APT::Install-Recommends "0";
+Acquire::Languages "none";
+Acquire::Retries "3";
+"""
+
+
+class ServiceMissing(Exception):
+    """A server for the tests cannot be had; the text says what to do."""
+
+
+def cache_directory() -> Path:
+    """Where unpacked servers are kept.
+
+    Root's is not below its home, because PostgreSQL, which refuses to run as root, must be able to read it.
+    """
+    if os.getuid() == 0:
+        candidates = [Path("/var/cache")]
+    else:
+        candidates = [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")]
+    candidates.append(Path(__file__).resolve().parents[2] / ".cache")
+    for base in candidates:
+        try:
+            directory = base / "flowforge"
+            directory.mkdir(parents=True, exist_ok=True)
+            if os.access(directory, os.W_OK):
+                return directory
+        except OSError:
+            continue
+    tried = " nor ".join(map(str, candidates))
+    raise ServiceMissing(f"neither {tried} can be written to; set XDG_CACHE_HOME to a directory of yours")
+
+
+def unpacked(service: str) -> Path:
+    """The directory into which the service's packages are unpacked, fetching them when it is not there yet."""
+    cache = cache_directory()
+    release = platform.freedesktop_os_release() if sys.platform == "linux" else {}
+    system = f"{release.get('ID', sys.platform)}{release.get('VERSION_ID', '')}-{platform.machine()}"
+    target = cache / f"{service}-{system}-{RECIPE}"
+    if target.is_dir():
+        return target
+    with (cache / f"{service}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test runs starting together fetch once
+        if not target.is_dir():
+            _fetch(service, target)
+    return target
+
+
+def _fetch(service: str, target: Path) -> None:
+    missing = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
+    if missing:
+        raise ServiceMissing(
+            f"{service} is fetched by Debian's {' and '.join(missing)}, which this system lacks.\n"
+            f"Here, {INSTEAD[service]}."
+        )
+    print(f"fetching {service} from Debian's packages into {target}", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    # Built beside its final place and renamed when complete: whoever finds it finds all of it.
+    with tempfile.TemporaryDirectory(prefix=f"{service}-", dir=target.parent) as temporary:
+        work = Path(temporary)
+        for directory in ("state/lists/partial", "cache/archives/partial", "packages", "root"):
+            (work / directory).mkdir(parents=True)
+        (work / "state/status").touch()
+        (work / "apt.conf").write_text(APT_CONF.format(state=work / "state", cache=work / "cache"))
+        apt = ["apt-get", "-c", str(work / "apt.conf"), "-q"]
+        update = _run([*apt, "update"], work)
+        simulated = _run([*apt, "-s", "install", *PACKAGES[service]], work)
+        names = re.findall(r"^Inst (\S+)", simulated.stdout, re.MULTILINE)
+        names = [name for name in names if WANTED.match(name) and not UNWANTED.match(name)]
+        download = _run([*apt, "download", *names], work / "packages") if names else simulated
+        if simulated.returncode or download.returncode:
+            raise ServiceMissing(
+                f"apt-get could not fetch {', '.join(PACKAGES[service])}:\n"
+                f"{update.stderr}{simulated.stderr}{download.stderr}"
+                f"This works on Debian 12 with its package servers reachable. Elsewhere, {INSTEAD[service]}."
+            )
+        for package in sorted((work / "packages").glob("*.deb")):
+            subprocess.run(["dpkg-deb", "-x", package, work / "root"], check=True)
+        _make_erlang_relocatable(work / "root")
+        (work / "root").chmod(0o755)
+        (work / "root").rename(target)
+    print(f"fetched {service} in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
+    return subprocess.run(
+        command, cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+
+
+def _make_erlang_relocatable(root: Path) -> None:
+    erl = root / "usr/lib/erlang/bin/erl"
+    if erl.exists():
+        script = erl.read_text()
+        erl.write_text(script.replace("ROOTDIR=/usr/lib/erlang", 'ROOTDIR=$(cd "${0%/*}/.." && pwd -P)'))
+
+
+def library_path(root: Path) -> str:
+    """The value of LD_LIBRARY_PATH with which unpacked programs find the libraries unpacked with them."""
+    triplets = [
+        path for base in ("usr/lib", "lib") for path in (root / base).glob("*-linux-*") if path.is_dir()
+    ]
+    return os.pathsep.join(map(str, triplets))
+
+
+def main(services: list[str]) -> int:
+    given = {"postgresql-15": "FLOWFORGE_TEST_PG15_BIN", "rabbitmq": "FLOWFORGE_TEST_AMQP_URL"}
+    try:
+        for service in services:
+            if not os.environ.get(given[service]):
+                unpacked(service)
+    except ServiceMissing as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

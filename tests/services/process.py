@@ -1,0 +1,108 @@
+"""What both servers need: a direct child that dies with its parent, a free port, waiting, and ending process trees."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import SystemRandom
+
+LAUNCHER = Path(__file__).with_name("launch.py")
+
+
+def start_child(
+    command: list[str],
+    *,
+    log: Path,
+    env: Mapping[str, str],
+    death_signal: signal.Signals,
+    uid: int | None = None,
+    gid: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a server as a direct child whose output is appended to `log`.
+
+    It gets `death_signal` when the thread that called this ends, or its process does, however that happens: call it
+    from the main thread.
+    """
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", str(LAUNCHER)),
+                *(str(int(death_signal)), str(os.getuid() if uid is None else uid)),
+                *(str(os.getgid() if gid is None else gid), str(os.getpid()), *command),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C is pytest's, which then stops the server in order
+        )
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on, below the range that the kernel takes for outgoing connections.
+
+    From inside that range, someone's connection could take the port while the server restarts.
+    """
+    choose = SystemRandom()
+    while True:
+        port = choose.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
+    """Return once `condition` holds, asking every 20 ms; raise TimeoutError naming `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {timeout:g} s in vain: {what}")
+        time.sleep(0.02)
+
+
+def accepts_connections(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below `pid`, as they are now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name, in parentheses, may contain anything; the parent is the second field after it.
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that ended and awaits its parent counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a child and everything below it, and wait until all of it is gone."""
+    below = descendants(process.pid)
+    process.kill()
+    process.wait()
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, below)), f"the end of {below}")

@@ -1,0 +1,254 @@
+"""A private RabbitMQ broker, or the running one that FLOWFORGE_TEST_AMQP_URL names."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pika
+from pika.adapters.blocking_connection import BlockingChannel, BlockingConnection
+from pika.exceptions import AMQPConnectionError, ChannelClosedByBroker
+
+from tests.services import debian
+from tests.services.process import accepts_connections, free_port, kill_tree, start_child, wait_until
+
+CONFIGURATION = """\
+listeners.tcp.1 = 127.0.0.1:{port}
+default_user = flowforge
+default_pass = {password}
+loopback_users = none
+log.file.level = info
+"""
+
+# One scheduler that never spins: a broker for tests shares a small machine with what it serves.
+ERLANG_ARGUMENTS = (
+    "-noinput +S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -kernel inet_dist_use_interface {127,0,0,1}"
+)
+
+
+class Broker:
+    """What tests do to a broker over AMQP. `url` is what the product gets."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[BlockingChannel]:
+        """A channel on a connection of its own."""
+        connection: BlockingConnection = BlockingConnection(pika.URLParameters(self.url))
+        try:
+            yield connection.channel()
+        finally:
+            with contextlib.suppress(AMQPConnectionError):
+                if connection.is_open:
+                    connection.close()
+
+    def declare(self, queue: str, *, durable: bool = True, arguments: dict[str, Any] | None = None) -> None:
+        """Declare a queue (quorum unless the arguments say otherwise)."""
+        arguments = {"x-queue-type": "quorum"} if arguments is None else arguments
+        with self.channel() as channel:
+            channel.queue_declare(queue, durable=durable, arguments=arguments)
+
+    def delete_queue(self, queue: str) -> None:
+        """Delete a queue with all it holds; one that does not exist is no error."""
+        with self.channel() as channel:
+            channel.queue_delete(queue)
+
+    def delete_namespace(self, namespace: str) -> None:
+        """Delete the queues whose names begin so. A broker that is not ours cannot be asked for them, and keeps them."""
+
+    def purge(self, queue: str) -> None:
+        """Throw away the messages of a queue that nobody has been given yet."""
+        with self.channel() as channel:
+            channel.queue_purge(queue)
+
+    def counts(self, queue: str) -> tuple[int, int] | None:
+        """How many messages wait in a queue (without those given out) and how many consumers it has; None: no queue."""
+        try:
+            with self.channel() as channel:
+                answer = channel.queue_declare(queue, passive=True).method
+        except ChannelClosedByBroker as error:
+            if error.reply_code == 404:
+                return None
+            raise
+        return answer.message_count, answer.consumer_count
+
+
+class RabbitServer(Broker):
+    """One broker with its own node, ports, home and data in a temporary directory; a context manager."""
+
+    def __init__(self) -> None:
+        root = debian.unpacked("rabbitmq")
+        (self._programs,) = root.glob("usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin")
+        self._epmd_program = root / "usr/lib/erlang/bin/epmd"
+        self.port, distribution_port, self._epmd_port = free_port(), free_port(), free_port()
+        password = secrets.token_hex(8)
+        super().__init__(f"amqp://flowforge:{password}@127.0.0.1:{self.port}/%2F")
+        self._directory = Path(tempfile.mkdtemp(prefix="flowforge-mq-"))
+        (self._directory / "plugins").write_text("[].\n")
+        (self._directory / "rabbitmq.conf").write_text(
+            CONFIGURATION.format(port=self.port, password=password)
+        )
+        self._output = self._directory / "output"
+        self._env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("RABBITMQ_", "ERL_", "NOTIFY_"))
+        }
+        self._env |= {
+            "PATH": f"{root / 'usr/lib/erlang/bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "LD_LIBRARY_PATH": debian.library_path(root),
+            "LC_ALL": "C.UTF-8",
+            "HOME": str(self._directory),
+            "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": f"flowforge{self.port}@localhost",
+            "RABBITMQ_DIST_PORT": str(distribution_port),
+            "RABBITMQ_CONF_ENV_FILE": "/dev/null",
+            "RABBITMQ_CONFIG_FILE": str(self._directory / "rabbitmq.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self._directory / "plugins"),
+            "RABBITMQ_MNESIA_BASE": str(self._directory / "data"),
+            "RABBITMQ_LOG_BASE": str(self._directory / "log"),
+            # The start script then becomes the broker instead of watching it, so that the broker is our child.
+            "RABBITMQ_ALLOW_INPUT": "1",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ERLANG_ARGUMENTS,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+        self._epmd: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def start(self) -> None:
+        """Start the broker and return when it accepts connections; RuntimeError with its output if it does not.
+
+        To be called from the main thread: the broker ends with the thread that started it.
+        """
+        if self._epmd is None or self._epmd.poll() is not None:
+            # Started here, or the broker would start one that stays for ever.
+            self._epmd = self._child([str(self._epmd_program), "-port", str(self._epmd_port)])
+            wait_until(lambda: accepts_connections(self._epmd_port), "epmd's start")
+        self.process = process = self._child([str(self._programs / "rabbitmq-server")])
+        try:
+            wait_until(
+                lambda: process.poll() is not None or accepts_connections(self.port), "RabbitMQ's start", 120
+            )
+            ended = process.poll() is not None
+        except TimeoutError:
+            self.kill()
+            ended = True
+        if ended:
+            raise RuntimeError(f"RabbitMQ did not start; the end of its output:\n{self.log()[-4000:]}")
+
+    def _child(self, command: list[str]) -> subprocess.Popen[bytes]:
+        return start_child(command, log=self._output, env=self._env, death_signal=signal.SIGKILL)
+
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self) -> None:
+        """Stop the broker in order; what is durable stays."""
+        if self.process is not None and self.is_running():
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL the broker; what it confirmed as durable stays."""
+        if self.process is not None and self.is_running():
+            kill_tree(self.process)
+
+    def restart(self) -> None:
+        """Stop in order and start again on the same port."""
+        self.stop()
+        self.start()
+
+    def remove(self) -> None:
+        """Kill the broker and its epmd, and delete its data."""
+        self.kill()
+        if self._epmd is not None and self._epmd.poll() is None:
+            kill_tree(self._epmd)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def log(self) -> str:
+        """What the broker printed and logged."""
+        files = [self._output, *sorted((self._directory / "log").glob("*.log"))]
+        return "".join(file.read_text(errors="replace") for file in files if file.exists())
+
+    def ctl(self, *arguments: str) -> str:
+        """Run rabbitmqctl (about two seconds) and return its output; RuntimeError with the message if it fails."""
+        done = subprocess.run(
+            [self._programs / "rabbitmqctl", "--quiet", *arguments],
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"rabbitmqctl {' '.join(arguments)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def stop_app(self) -> None:
+        """Stop the broker application; its Erlang node stays. Connections are closed and refused."""
+        self.ctl("stop_app")
+
+    def start_app(self) -> None:
+        self.ctl("start_app")
+
+    def queues(self) -> dict[str, tuple[int, int, int]]:
+        """For each queue: messages waiting, messages given out and not acknowledged, consumers."""
+        columns = ("name", "messages_ready", "messages_unacknowledged", "consumers")
+        lines = self.ctl("list_queues", "--no-table-headers", *columns).splitlines()
+        rows = [line.split("\t") for line in lines if line.strip()]
+        return {name: (int(ready), int(given), int(consumers)) for name, ready, given, consumers in rows}
+
+    def delete_namespace(self, namespace: str) -> None:
+        prefix = f'<<"{namespace}">>'
+        self.ctl(
+            "eval",
+            "[rabbit_amqqueue:delete(Q, false, false, <<>>) || Q <- rabbit_amqqueue:list(),"
+            f" binary:longest_common_prefix([element(4, amqqueue:get_name(Q)), {prefix}]) == size({prefix})].",
+        )
+
+    def set_policy(self, name: str, pattern: str, definition: str) -> None:
+        """Lay a policy (JSON) on the queues whose name matches the pattern."""
+        self.ctl("set_policy", "--apply-to", "queues", name, pattern, definition)
+
+    def clear_policy(self, name: str) -> None:
+        self.ctl("clear_policy", name)
+
+    def set_memory_watermark(self, fraction: float) -> None:
+        """0 raises the memory alarm at once, which blocks every publishing connection; 0.4 is the default."""
+        self.ctl("set_vm_memory_high_watermark", str(fraction))
+
+    def close_connections(self, reason: str) -> None:
+        """Close every client's connection from the broker's side."""
+        self.ctl("close_all_connections", reason)
+
+
+@contextlib.contextmanager
+def broker() -> Iterator[Broker]:
+    """The broker for the tests: the one FLOWFORGE_TEST_AMQP_URL names, or a private one."""
+    if url := os.environ.get("FLOWFORGE_TEST_AMQP_URL"):
+        yield Broker(url)
+    else:
+        with RabbitServer() as server:
+            yield server
