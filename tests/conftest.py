@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from pytest_postgresql import factories
+from pytest_postgresql.executors import NoopExecutor
 
 from tests.services import postgres
 from tests.services.database import Clock, Database, prepare_template
@@ -42,7 +43,7 @@ template = factories.postgresql_noproc(
 
 
 @pytest.fixture
-def db(pg_server: PostgresServer, template: factories.noprocess.NoopExecutor) -> Iterator[Database]:
+def db(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[Database]:
     """A fresh, migrated database."""
     if not pg_server.is_running():
         pg_server.start()

@@ -1,1 +1,1 @@
-"""Real servers for the tests: PostgreSQL and RabbitMQ, started privately and gone with the process that started them."""
+"""Real PostgreSQL and RabbitMQ for the tests, started privately, gone with the process that started them."""

@@ -51,7 +51,7 @@ class Database:
         return self.server.dsn(self.name, name)
 
     def drop(self) -> None:
-        """Drop the database and its logins, ending every session; start the server if the test left it down."""
+        """Drop the database and its logins, ending their sessions; start the server if the test left it down."""
         if not self.server.is_running():
             self.server.start()
         self.server.drop_database(self.name)

@@ -1,11 +1,12 @@
 """PostgreSQL 15 and RabbitMQ from Debian's packages, unpacked into a cache without being installed.
 
-apt-get does the fetching, with a state of its own, so neither root nor a change to the system is needed, and its
-signatures are checked as ever. As that state knows no installed package, all dependencies are named; the libraries
-among them are unpacked too and found through LD_LIBRARY_PATH, so nothing that happens to be on the system is relied on.
+apt-get does the fetching, with a state of its own, so neither root nor a change to the system is needed, and
+its signatures are checked as ever. As that state knows no installed package, all dependencies are named; the
+libraries among them are unpacked too and found through LD_LIBRARY_PATH, so nothing that happens to be on the
+system is relied on.
 
-Where there is no apt-get, environment variables name what is there: FLOWFORGE_TEST_PG15_BIN, a directory with the
-binaries of PostgreSQL 15, and FLOWFORGE_TEST_AMQP_URL, a running broker.
+Where there is no apt-get, environment variables name what is there: FLOWFORGE_TEST_PG15_BIN, a directory with
+the binaries of PostgreSQL 15, and FLOWFORGE_TEST_AMQP_URL, a running broker.
 
 `python -m tests.services.debian postgresql-15 rabbitmq` fetches them in advance.
 """
@@ -21,8 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-# What of the dependencies is unpacked. The C library must be the system's own, as the program loader is; the rest left
-# out serves the installation (users, services, log rotation) or scripting languages.
+# What of the dependencies is unpacked. The C library must be the system's own, as the program loader is; the
+# rest left out serves the installation (users, services, log rotation) or scripting languages.
 WANTED = re.compile(r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|lib)")
 UNWANTED = re.compile(r"(libc6|libc-bin|libc-l10n|libperl|libpython|libpam-modules|libpam-runtime|.*-perl$)")
 
@@ -31,7 +32,7 @@ PACKAGES = {
     "rabbitmq": ["rabbitmq-server"],
 }
 INSTEAD = {
-    "postgresql-15": "set FLOWFORGE_TEST_PG15_BIN to the directory of PostgreSQL 15's binaries (initdb, postgres, …)",
+    "postgresql-15": "set FLOWFORGE_TEST_PG15_BIN to the directory of PostgreSQL 15's programs (initdb, postgres)",
     "rabbitmq": "set FLOWFORGE_TEST_AMQP_URL to a running broker (amqp://user:password@host:5672/vhost)",
 }
 # Raised whenever what is unpacked, or how, changes: caches made before are then left aside.
@@ -79,7 +80,7 @@ def cache_directory() -> Path:
 
 
 def unpacked(service: str) -> Path:
-    """The directory into which the service's packages are unpacked, fetching them when it is not there yet."""
+    """The directory into which the service's packages are unpacked; they are fetched when it is not there."""
     cache = cache_directory()
     release = platform.freedesktop_os_release() if sys.platform == "linux" else {}
     system = f"{release.get('ID', sys.platform)}{release.get('VERSION_ID', '')}-{platform.machine()}"

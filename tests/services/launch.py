@@ -1,8 +1,8 @@
 """Become another program, as another user if asked, which ends when the process that started it ends.
 
-Run as `python -I -S launch.py SIGNAL UID GID PARENT_PID COMMAND…`. An in-between program is used because Python code
-between fork and exec is unsafe in a process with threads, and because the kernel forgets the death signal whenever the
-user changes, so that it has to be asked for last.
+Run as `python -I -S launch.py SIGNAL UID GID PARENT_PID COMMAND…`. An in-between program is used because
+Python code between fork and exec is unsafe in a process with threads, and because the kernel forgets the
+death signal whenever the user changes, so that it has to be asked for last.
 """
 
 import ctypes

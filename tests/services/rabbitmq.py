@@ -62,7 +62,7 @@ class Broker:
             channel.queue_delete(queue)
 
     def delete_namespace(self, namespace: str) -> None:
-        """Delete the queues whose names begin so. A broker that is not ours cannot be asked for them, and keeps them."""
+        """Delete the queues whose names begin so; a broker of somebody else cannot be asked and keeps them."""
 
     def purge(self, queue: str) -> None:
         """Throw away the messages of a queue that nobody has been given yet."""
@@ -70,7 +70,7 @@ class Broker:
             channel.queue_purge(queue)
 
     def counts(self, queue: str) -> tuple[int, int] | None:
-        """How many messages wait in a queue (without those given out) and how many consumers it has; None: no queue."""
+        """Messages waiting in a queue (not those given out) and its consumers; None if there is no such queue."""
         try:
             with self.channel() as channel:
                 answer = channel.queue_declare(queue, passive=True).method
@@ -114,7 +114,8 @@ class RabbitServer(Broker):
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(self._directory / "plugins"),
             "RABBITMQ_MNESIA_BASE": str(self._directory / "data"),
             "RABBITMQ_LOG_BASE": str(self._directory / "log"),
-            # The start script then becomes the broker instead of watching it, so that the broker is our child.
+            # The start script then becomes the broker instead of watching it, so that the broker is our
+            # child.
             "RABBITMQ_ALLOW_INPUT": "1",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ERLANG_ARGUMENTS,
         }
@@ -135,7 +136,7 @@ class RabbitServer(Broker):
         self.remove()
 
     def start(self) -> None:
-        """Start the broker and return when it accepts connections; RuntimeError with its output if it does not.
+        """Start the broker; return when it accepts connections, or raise RuntimeError with its output.
 
         To be called from the main thread: the broker ends with the thread that started it.
         """
@@ -193,7 +194,7 @@ class RabbitServer(Broker):
         return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
     def ctl(self, *arguments: str) -> str:
-        """Run rabbitmqctl (about two seconds) and return its output; RuntimeError with the message if it fails."""
+        """Run rabbitmqctl (a third of a second) and return its output; RuntimeError with its message."""
         done = subprocess.run(
             [self._programs / "rabbitmqctl", "--quiet", *arguments],
             env=self._env,
@@ -221,11 +222,11 @@ class RabbitServer(Broker):
         return {name: (int(ready), int(given), int(consumers)) for name, ready, given, consumers in rows}
 
     def delete_namespace(self, namespace: str) -> None:
-        prefix = f'<<"{namespace}">>'
         self.ctl(
             "eval",
+            f'Ours = <<"{namespace}">>,'
             "[rabbit_amqqueue:delete(Q, false, false, <<>>) || Q <- rabbit_amqqueue:list(),"
-            f" binary:longest_common_prefix([element(4, amqqueue:get_name(Q)), {prefix}]) == size({prefix})].",
+            " binary:longest_common_prefix([element(4, amqqueue:get_name(Q)), Ours]) == size(Ours)].",
         )
 
     def set_policy(self, name: str, pattern: str, definition: str) -> None:
