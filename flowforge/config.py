@@ -51,8 +51,8 @@ class Config:
     namespace: str = _text(
         "",
         "prefix of exchanges and queues, so that several databases can share a broker",
-        r"[A-Za-z0-9_-]{0,50}",
-        "up to 50 letters, digits, _ and -",
+        r"(?!amq$)[A-Za-z0-9_-]{0,44}",
+        "up to 44 letters, digits, _ and -, other than amq",
     )
     queue_type: str = _text(
         "quorum", "type of the work queues on RabbitMQ", r"quorum|classic", "quorum or classic"

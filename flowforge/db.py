@@ -12,11 +12,10 @@ import json
 import os
 import random
 import re
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,7 +24,6 @@ from psycopg import conninfo, sql
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps
 
-from flowforge import log
 from flowforge.errors import ConfigError, NotStorable
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -262,104 +260,3 @@ def guard(conn: Connection, seconds: float) -> Generator[None]:
         yield
     finally:
         _watchdog.remove(key)
-
-
-# -- notifications
-
-
-class Listener(threading.Thread):
-    """A thread with its own autocommit connection that LISTENs and calls `wake` for whatever arrives.
-
-    A notification is a hint: `wake` is also called after each (re)connect, when LISTEN is in force, so that
-    the caller looks at everything that was committed before. The connection is checked by a round trip every
-    `check_every` seconds and replaced when it fails, with jittered back-off and one log line. At the first
-    start a random channel is notified; if nothing arrives within two seconds (a pooler in transaction mode),
-    one warning is logged and the thread ends: `polling_only` is then true."""
-
-    def __init__(
-        self,
-        dsn: str,
-        channels: Iterable[str],
-        wake: Callable[[], None],
-        *,
-        name: str,
-        check_every: float = 10.0,
-        connect_timeout: int | None = None,
-    ) -> None:
-        super().__init__(name=f"flowforge-listen-{name}", daemon=True)
-        self.polling_only = False
-        self.listening = threading.Event()
-        self._dsn, self._channels, self._wake, self._daemon_name = dsn, tuple(channels), wake, name
-        self._check_every, self._connect_timeout = check_every, connect_timeout
-        self._log = log.of(name)
-        self._stop_reader, self._stop_writer = socket.socketpair()
-
-    def close(self) -> None:
-        """End the thread; returns when it has ended."""
-        with suppress(OSError):
-            self._stop_writer.send(b"x")
-        if self.is_alive():
-            self.join(15)
-        self._stop_writer.close()
-
-    def run(self) -> None:
-        backoff, lost = Backoff(), False
-        while not self.polling_only:
-            try:
-                with self._connect() as conn:
-                    for channel in self._channels:
-                        conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
-                    if not self.listening.is_set() and not lost and not self._hears(conn):
-                        self.polling_only = True
-                        self._log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
-                        return
-                    if lost:
-                        self._log.info("listening again after its connection was lost")
-                    backoff.reset()
-                    lost = False
-                    self.listening.set()
-                    self._wake()
-                    if self._relay(conn):
-                        return
-            except (psycopg.Error, OSError) as exc:
-                self.listening.clear()
-                if not lost:
-                    self._log.warning("listening connection lost; trying again", error=type(exc).__name__)
-                lost = True
-                if self._stopped(backoff.next()):
-                    return
-
-    def _connect(self) -> Connection:
-        return connect(
-            self._dsn,
-            application_name=f"flowforge {self._daemon_name} listen",
-            connect_timeout=self._connect_timeout,
-            prepared_statements=False,
-        )
-
-    def _hears(self, conn: Connection) -> bool:
-        channel = f"flowforge_test_{random.getrandbits(64):x}"
-        with guard(conn, 5):
-            conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
-            conn.execute(sql.SQL("notify {}").format(sql.Identifier(channel)))
-            heard = any(note.channel == channel for note in conn.notifies(timeout=2.0, stop_after=1))
-            conn.execute(sql.SQL("unlisten {}").format(sql.Identifier(channel)))
-        return heard
-
-    def _relay(self, conn: Connection) -> bool:
-        """Call `wake` until asked to stop (true) or the connection fails (raises)."""
-        while True:
-            stop, notes = self._stop_reader.fileno(), conn.fileno()
-            ready, _, _ = select.select([stop, notes], [], [], self._check_every)
-            if stop in ready:
-                return True
-            with guard(conn, 5):
-                if not ready:
-                    conn.execute("select 1")
-                for _ in conn.notifies(timeout=0):
-                    pass
-            if ready:
-                self._wake()
-
-    def _stopped(self, seconds: float) -> bool:
-        return bool(select.select([self._stop_reader], [], [], seconds)[0])

@@ -18,7 +18,6 @@ No message holds a password or a payload.
         Cancelled               inside a handler: its run is being cancelled, or its lease is lost
         TimeLimitExceeded       inside a handler: the task's time limit has passed
 """
-# ruff: noqa: N818 -- the names say what happened; a suffix Error on each would only repeat the module's name
 
 from __future__ import annotations
 

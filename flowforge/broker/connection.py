@@ -1,0 +1,320 @@
+"""One connection in its own thread: making it, keeping it, declaring what is used, telling its state."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Literal
+
+import pika
+import pika.exceptions
+from pika.adapters.select_connection import IOLoop
+
+from flowforge import log
+from flowforge.config import Config, without_password
+from flowforge.db import Backoff
+from flowforge.errors import BrokerBlocked, BrokerError, BrokerMisconfigured, BrokerUnavailable
+
+# Whatever it has to say arrives here as an exception and is logged once, by us.
+logging.getLogger("pika").setLevel(logging.CRITICAL)
+
+DEAD = "dead"  # the queue name that the dead-letter queue takes
+_SHORT = 255  # bytes that a name of AMQP may have
+
+State = Literal["connecting", "connected", "blocked", "misconfigured", "closed"]
+
+
+class Names:
+    """Names of exchanges and queues under a namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self.exchange = f"{namespace}.flowforge" if namespace else "flowforge"
+        self.dead = f"{self.exchange}.{DEAD}"
+
+    def queue(self, name: str) -> str:
+        """The broker's name of FlowForge's queue `name`."""
+        return f"{self.exchange}.{name}"
+
+
+def unusable(queue: str) -> str | None:
+    """Why a queue of this name can't exist on the broker, or None."""
+    if queue == DEAD:
+        return f"the queue name {DEAD} is taken by the dead-letter queue"
+    return None if len(queue.encode()) <= _SHORT - 55 else "the queue name is too long for the broker"
+
+
+Resume = Callable[..., None]
+Steps = Generator[Callable[[Resume], None], Any, Any]
+
+
+class Client(threading.Thread):
+    """A connection in its own thread. Everything with an underscore runs in that thread, the rest in any."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        super().__init__(name=f"flowforge-broker-{name}", daemon=True)
+        self.state: State = "connecting"
+        self.error: BrokerError | None = None
+        self.generation = 0
+        self._config, self._name = config, name
+        self._names = Names(config.namespace)
+        self._log = log.of(name)
+        self._loop = IOLoop()
+        self._connection: pika.SelectConnection | None = None
+        self._waiting: dict[Any, Resume] = {}
+        self._backoff = Backoff()
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._was_connected = False
+
+    # -- from any thread
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait until connected or known not to be able to, at most `seconds`; whether it is connected."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.state != "connecting" or self.error is not None, seconds)
+        return self.state == "connected"
+
+    def check(self) -> None:
+        """Return when connected and not blocked; otherwise raise what keeps it from that: BrokerUnavailable,
+        BrokerBlocked or BrokerMisconfigured."""
+        if self.state == "connected":
+            return
+        raise self.error or BrokerUnavailable("not connected to the broker yet")
+
+    def close(self, seconds: float = 5.0) -> None:
+        """End the connection and the thread, at the latest after `seconds`, whatever the broker does."""
+        if self.is_alive():
+            self._post(self._close)
+            self.join(seconds)
+            if self.is_alive():
+                self._post(self._loop.stop)
+                self.join(seconds)
+
+    def run(self) -> None:
+        self._loop.add_callback_threadsafe(self._connect)
+        self._loop.start()
+        self._set_state("closed", BrokerUnavailable("the connection was closed"))
+
+    # -- in the thread
+
+    def _post(self, call: Callable[[], None]) -> None:
+        self._loop.add_callback_threadsafe(call)
+
+    def _set_state(self, state: State, error: BrokerError | None = None) -> None:
+        with self._changed:
+            self.state, self.error = state, error
+            self._changed.notify_all()
+
+    def _connect(self) -> None:
+        url = self._config.amqp_urls[self._turn % len(self._config.amqp_urls)]
+        self._turn += 1
+        try:
+            parameters = pika.URLParameters(url)
+        except (ValueError, TypeError) as exc:
+            return self._failed(
+                BrokerMisconfigured(f"not an AMQP URL: {without_password(url)} ({type(exc).__name__})")
+            )
+        parameters.heartbeat = self._config.amqp_heartbeat
+        parameters.connection_attempts = 1
+        parameters.socket_timeout = parameters.stack_timeout = 10
+        parameters.client_properties = {"connection_name": f"flowforge {self._name}"}
+        self._connection = pika.SelectConnection(
+            parameters,
+            on_open_callback=self._opened,
+            on_open_error_callback=lambda _, exc: self._failed(self._explained(exc, url)),
+            on_close_callback=lambda _, exc: self._lost(exc),
+            custom_ioloop=self._loop,
+        )
+        return None
+
+    def _explained(self, exc: BaseException, url: str) -> BrokerError:
+        """The error of a failed connection. A refusal is permanent only until the first connection succeeded:
+        a broker that is just being started may not know its users yet."""
+        text, place = cause(exc), without_password(url)
+        if not self._was_connected and re.search(
+            r"Probable(Authentication|AccessDenied)|\b(403|530)\b", text
+        ):
+            return BrokerMisconfigured(
+                f"the broker refuses {place}: wrong login, password or virtual host ({text})"
+            )
+        return BrokerUnavailable(f"no connection to {place}: {text}")
+
+    def _opened(self, connection: pika.SelectConnection) -> None:
+        connection.add_on_connection_blocked_callback(lambda *_: self._blocked())
+        connection.add_on_connection_unblocked_callback(lambda *_: self._unblocked())
+        self._spawn(self._set_up())
+
+    def _set_up(self) -> Steps:
+        """Make the connection ready for use; then state is connected."""
+        raise NotImplementedError
+
+    def _ready(self) -> None:
+        if self._was_connected:
+            self._log.info("connected to the broker again")
+        self._was_connected = True
+        self._backoff.reset()
+        self._set_state("connected")
+
+    def _failed(self, error: BrokerError) -> None:
+        """The connection cannot be made or used: try again after a while."""
+        if self.state == "closed":
+            self._loop.stop()
+            return
+        if self.error is None or str(self.error) != str(error):
+            self._log.warning("no broker; trying again", error=str(error))
+        self._set_state("misconfigured" if isinstance(error, BrokerMisconfigured) else "connecting", error)
+        self._loop.call_later(self._backoff.next(), self._connect)
+        return
+
+    def _lost(self, exc: BaseException) -> None:
+        """An open connection has ended."""
+        self.generation += 1
+        self._connection = None
+        self._waiting.clear()
+        self._forget()
+        if isinstance(self.error, BrokerMisconfigured):
+            return self._failed(self.error)
+        return self._failed(BrokerUnavailable(f"the connection to the broker was lost: {cause(exc)}"))
+
+    def _forget(self) -> None:
+        """Drop what belonged to the lost connection."""
+
+    def _blocked(self) -> None:
+        self._set_state("blocked", BrokerBlocked("the broker does not take messages (memory or disk alarm)"))
+
+    def _unblocked(self) -> None:
+        if self.state == "blocked":
+            self._set_state("connected")
+
+    def _close(self) -> None:
+        self.state = "closed"
+        if self._connection is None or self._connection.is_closed:
+            self._loop.stop()
+        elif self._connection.is_open and not isinstance(self.error, BrokerBlocked):
+            self._connection.close()
+        else:
+            self._abort("closed")
+
+    def _abort(self, reason: str) -> None:
+        """End the connection without asking the broker, who may never answer."""
+        if self._connection is not None and not self._connection.is_closed:
+            self._connection._terminate_stream(pika.exceptions.AMQPConnectionError(reason))
+
+    # -- steps: generators that yield one operation after the other and are resumed with its answer, or its
+    # error
+
+    def _spawn(self, steps: Steps) -> None:
+        self._step(steps, self.generation)
+
+    def _step(
+        self, steps: Steps, generation: int, value: Any = None, error: BaseException | None = None
+    ) -> None:
+        if generation != self.generation:
+            return steps.close()
+        try:
+            operation = steps.throw(error) if error is not None else steps.send(value)
+        except StopIteration:
+            return None
+        except BrokerMisconfigured as exc:
+            self._set_state("misconfigured", exc)
+            return self._abort(str(exc))
+        except pika.exceptions.AMQPError as exc:
+            return self._abort(cause(exc))
+        return operation(lambda value=None, error=None: self._step(steps, generation, value, error))
+
+    def _channel(self) -> Steps:
+        connection = self._connection
+        assert connection is not None  # noqa: S101 -- steps end with their connection
+
+        def open_channel(resume: Resume) -> None:
+            connection.channel(on_open_callback=resume)
+
+        channel = yield open_channel
+        channel.add_on_close_callback(self._channel_closed)
+        return channel
+
+    def _ask(self, channel: Any, method: str, **arguments: Any) -> Steps:
+        def ask(resume: Resume) -> None:
+            self._waiting[channel] = resume
+            getattr(channel, method)(**arguments, callback=functools.partial(self._answered, channel))
+
+        return (yield ask)
+
+    def _answered(self, channel: Any, frame: Any = None) -> None:
+        if (resume := self._waiting.pop(channel, None)) is not None:
+            resume(frame)
+
+    def _channel_closed(self, channel: Any, reason: BaseException) -> None:
+        if (resume := self._waiting.pop(channel, None)) is not None:
+            resume(error=reason)
+
+    def _declare(self, queues: Iterable[str]) -> Steps:
+        """Declare exchanges and `queues`, and return which of the queues were not there."""
+        names, gone = self._names, []
+        arguments = {"x-queue-type": self._config.queue_type}
+        channel = yield from self._channel()
+        try:
+            yield from self._ask(
+                channel, "exchange_declare", exchange=names.exchange, exchange_type="direct", durable=True
+            )
+            yield from self._ask(
+                channel, "exchange_declare", exchange=names.dead, exchange_type="fanout", durable=True
+            )
+            yield from self._ask(
+                channel, "queue_declare", queue=names.dead, durable=True, arguments=arguments
+            )
+            yield from self._ask(channel, "queue_bind", queue=names.dead, exchange=names.dead, routing_key="")
+            arguments = {**arguments, "x-dead-letter-exchange": names.dead}
+            for queue in queues:
+                try:
+                    yield from self._ask(channel, "queue_declare", queue=names.queue(queue), passive=True)
+                except pika.exceptions.ChannelClosedByBroker as exc:
+                    if exc.reply_code != 404:
+                        raise
+                    gone.append(queue)
+                    channel = yield from self._channel()
+                yield from self._ask(
+                    channel, "queue_declare", queue=names.queue(queue), durable=True, arguments=arguments
+                )
+                yield from self._ask(
+                    channel,
+                    "queue_bind",
+                    queue=names.queue(queue),
+                    exchange=names.exchange,
+                    routing_key=queue,
+                )
+        except pika.exceptions.ChannelClosedByBroker as exc:
+            if exc.reply_code in (403, 406):
+                raise BrokerMisconfigured(_mismatch(exc.reply_text)) from exc
+            raise
+        channel.close()
+        return gone
+
+
+def cause(exc: BaseException) -> str:
+    """What pika's exception says, in one line; it nests the cause in wrappers whose own text is empty."""
+    inner = getattr(exc, "exception", None) or next(
+        (arg for arg in exc.args if isinstance(arg, BaseException)), None
+    )
+    if isinstance(inner, BaseException):
+        return cause(inner)
+    return f"{type(exc).__name__}: {exc}".strip(": ").replace("\n", " ")
+
+
+def _mismatch(text: str) -> str:
+    """The broker's refusal of a declaration, naming what it is about, and both values where it tells them."""
+    found = re.search(
+        r"inequivalent arg '(.+?)' for (queue|exchange) '(.+?)' in vhost '.*?': "
+        r"received (.+?) but current is (.+)",
+        text,
+    )
+    if found is None:
+        return f"the broker refuses: {text}"
+    argument, kind, name, expected, actual = found.groups()
+    return (
+        f"{kind} '{name}' exists with other arguments: {argument} should be {expected} and is {actual}; "
+        f"delete it, or change the setting that it follows"
+    )

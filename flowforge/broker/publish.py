@@ -1,0 +1,287 @@
+"""Publishing in batches with pipelined confirms, each message judged by itself."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pika
+import pika.exceptions
+
+from flowforge.broker.connection import Client, Resume, Steps, cause, unusable
+from flowforge.config import Config
+from flowforge.errors import BrokerUnavailable
+
+Kind = Literal["confirmed", "refused", "permanent", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message to publish. `queue` is FlowForge's name of the queue; `message_id` the dispatch id."""
+
+    message_id: str
+    queue: str
+    type: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one message.
+
+    confirmed: the broker has it, in its queue. refused: nacked or returned; a later try may succeed.
+    permanent: this message can never be published. unknown: it may have arrived or not."""
+
+    kind: Kind
+    reason: str = ""
+
+
+class _Batch:
+    """Messages handed over together, and what became of each so far."""
+
+    def __init__(
+        self, messages: Sequence[Message], properties: Sequence[pika.BasicProperties | Outcome]
+    ) -> None:
+        self.messages, self.properties = messages, properties
+        self.outcomes: list[Outcome | None] = [
+            each if isinstance(each, Outcome) else None for each in properties
+        ]
+        self.open = self.outcomes.count(None)
+        self.done = threading.Event()
+
+    def settle(self, index: int, outcome: Outcome) -> None:
+        if self.outcomes[index] is None:
+            self.outcomes[index] = outcome
+            self.open -= 1
+            if self.open == 0:
+                self.done.set()
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message on its way: which of which batch, under which key, and why it came back, if it did."""
+
+    batch: _Batch
+    index: int
+    key: tuple[str, str]
+    returned: str | None = None
+
+
+class PublishChannel(Client):
+    """The publishing connection.
+
+    `start()` it, `ensure` the queues, then `publish_batch`; one caller at a time. `gone` holds the queues
+    that were not there when they were declared, at a reconnect too: what had been in them is lost. The caller
+    takes out what it has dealt with."""
+
+    def __init__(self, config: Config, name: str = "publisher") -> None:
+        super().__init__(config, name)
+        self.gone: set[str] = set()
+        self._queues: set[str] = set()  # to be declared at every connect
+        self._declared: set[str] = set()  # there, as far as this connection knows
+        self._publishing: Any = None
+        self._tag = 0
+        self._pending: deque[tuple[_Batch, int]] = deque()
+        self._sent: dict[int, _Sent] = {}
+        self._keys: dict[tuple[str, str], _Sent] = {}
+        self._deferred: dict[tuple[str, str], deque[tuple[_Batch, int]]] = {}
+        self._one_by_one = False
+
+    def undeclared(self, queues: Iterable[str]) -> set[str]:
+        """Those of `queues` that `ensure` has to be called for before publishing to them."""
+        return {queue for queue in queues if queue not in self._declared and unusable(queue) is None}
+
+    def ensure(self, queues: Iterable[str], timeout: float = 10.0) -> None:
+        """Declare `queues`; those that were not there are in `gone` afterwards.
+
+        Raises BrokerMisconfigured when one exists with other arguments, BrokerUnavailable when it takes
+        longer."""
+        wanted, done = self.undeclared(queues), threading.Event()
+        if not wanted:
+            return
+        self._post(lambda: self._spawn(self._ensure(wanted, done)))
+        deadline = time.monotonic() + timeout
+        while not done.wait(0.05):
+            if self.state == "misconfigured" or time.monotonic() > deadline:
+                raise self.error or BrokerUnavailable("the broker did not answer in time")
+
+    def publish_batch(self, messages: Sequence[Message], timeout: float) -> list[Outcome]:
+        """Publish `messages`, in order but pipelined, and say what became of each, in order, within `timeout`
+        seconds or the blocked time-out.
+
+        Raises what `check` raises, when nothing has been sent.
+        """
+        self.check()
+        batch = _Batch(messages, [self._properties(message) for message in messages])
+        if batch.open:
+            self._post(lambda: self._begin(batch, timeout))
+            batch.done.wait(timeout + self._config.blocked_timeout + 5)
+        return [outcome or Outcome("unknown", "the broker did not answer") for outcome in batch.outcomes]
+
+    def _properties(self, message: Message) -> pika.BasicProperties | Outcome:
+        """The properties, or the outcome of a message that cannot even be written down."""
+        if (reason := unusable(message.queue)) is not None:
+            return Outcome("permanent", reason)
+        try:
+            properties = pika.BasicProperties(
+                message_id=message.message_id,
+                type=message.type,
+                delivery_mode=2,
+                content_type="application/json",
+                timestamp=int(time.time()),
+                headers=dict(message.headers),
+            )
+            properties.encode()
+        except (pika.exceptions.AMQPError, ValueError, TypeError, AssertionError, OverflowError) as exc:
+            return Outcome("permanent", f"not a valid message: {cause(exc)}")
+        return properties
+
+    # -- in the thread
+
+    def _ensure(self, queues: set[str], done: threading.Event) -> Steps:
+        self._queues |= queues
+        self.gone |= set((yield from self._declare(sorted(queues))))
+        self._declared |= queues
+        done.set()
+
+    def _set_up(self) -> Steps:
+        self.gone |= set((yield from self._declare(sorted(self._queues))))
+        self._declared = set(self._queues)
+        yield from self._open_publishing()
+        self._ready()
+        self._pump()
+
+    def _open_publishing(self) -> Steps:
+        channel = yield from self._channel()
+        channel.add_on_return_callback(self._returned)
+        yield from self._confirm_mode(channel)
+        self._publishing, self._tag = channel, 0
+
+    def _confirm_mode(self, channel: Any) -> Steps:
+        def ask(resume: Resume) -> None:
+            self._waiting[channel] = resume
+            channel.confirm_delivery(self._confirmed, callback=functools.partial(self._answered, channel))
+
+        yield ask
+
+    def _begin(self, batch: _Batch, timeout: float) -> None:
+        self._pending.extend(
+            (batch, index) for index, outcome in enumerate(batch.outcomes) if outcome is None
+        )
+        self._loop.call_later(timeout, functools.partial(self._give_up, batch, "no confirm in time"))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Send while the window has room."""
+        window = 1 if self._one_by_one else self._config.confirm_window
+        while self._pending and len(self._sent) < window and self.state == "connected" and self._publishing:
+            batch, index = self._pending.popleft()
+            message = batch.messages[index]
+            if batch.outcomes[index] is not None:
+                continue
+            key = (message.message_id, message.queue)
+            if key in self._keys:
+                # A return names only this key, so a second message of it waits until the first one is judged.
+                self._deferred.setdefault(key, deque()).append((batch, index))
+                continue
+            self._tag += 1
+            self._sent[self._tag] = self._keys[key] = _Sent(batch, index, key)
+            self._publishing.basic_publish(
+                self._names.exchange, message.queue, message.body, batch.properties[index], mandatory=True
+            )
+        if not self._pending and not self._sent:
+            self._one_by_one = False
+
+    def _returned(self, _channel: Any, method: Any, properties: pika.BasicProperties, _body: bytes) -> None:
+        # It precedes the confirm of the same message.
+        self._declared.discard(method.routing_key)
+        if (sent := self._keys.get((str(properties.message_id), method.routing_key))) is not None:
+            sent.returned = f"returned by the broker: {method.reply_code} {method.reply_text}"
+
+    def _confirmed(self, frame: Any) -> None:
+        method = frame.method
+        acked = method.NAME == "Basic.Ack"
+        tags = [method.delivery_tag]
+        if method.multiple:
+            tags = [tag for tag in self._sent if tag <= method.delivery_tag]
+        for tag in tags:
+            if (sent := self._sent.get(tag)) is None:
+                continue
+            if sent.returned is not None:
+                self._settle(tag, Outcome("refused", sent.returned))
+            elif acked:
+                self._settle(tag, Outcome("confirmed"))
+            else:
+                self._settle(tag, Outcome("refused", "refused by the broker (nack)"))
+        self._pump()
+
+    def _settle(self, tag: int, outcome: Outcome) -> None:
+        sent = self._sent.pop(tag)
+        del self._keys[sent.key]
+        sent.batch.settle(sent.index, outcome)
+        self._pending.extendleft(self._deferred.pop(sent.key, ()))
+
+    def _give_up(self, batch: _Batch, reason: str) -> None:
+        """Answer unknown for what is still open of `batch`."""
+        if batch.done.is_set():
+            return
+        for index, outcome in enumerate(batch.outcomes):
+            if outcome is None:
+                batch.settle(index, Outcome("unknown", reason))
+        if self.state == "connected":
+            # Confirms that are late already would blur the next batch: start anew on a fresh connection.
+            self._abort(reason)
+
+    def _blocked(self) -> None:
+        super()._blocked()
+        for batch in {id(sent.batch): sent.batch for sent in self._sent.values()}.values():
+            self._loop.call_later(self._config.blocked_timeout, functools.partial(self._still_blocked, batch))
+
+    def _still_blocked(self, batch: _Batch) -> None:
+        # The connection is kept, because only it is told when the alarm ends.
+        if self.state == "blocked":
+            self._give_up(batch, "the broker is blocked")
+
+    def _unblocked(self) -> None:
+        super()._unblocked()
+        self._pump()
+
+    def _channel_closed(self, channel: Any, reason: BaseException) -> None:
+        super()._channel_closed(channel, reason)
+        if channel is not self._publishing:
+            return
+        self._publishing = None
+        sent, self._sent, self._keys = list(self._sent.values()), {}, {}
+        waiting = [each for queue in self._deferred.values() for each in queue]
+        self._deferred.clear()
+        text = cause(reason)
+        if isinstance(reason, pika.exceptions.ChannelClosedByBroker) and reason.reply_code != 404:
+            # One of the messages offends. Alone it is found out; among others they all go again one by one.
+            if len(sent) == 1:
+                sent[0].batch.settle(sent[0].index, Outcome("permanent", f"the broker refuses it: {text}"))
+                sent = []
+            self._one_by_one = True
+            self._pending.extendleft(reversed([(each.batch, each.index) for each in sent] + waiting))
+        else:
+            for batch, index in [(each.batch, each.index) for each in sent] + waiting:
+                batch.settle(index, Outcome("unknown", text))
+        if self._connection is not None and self._connection.is_open:
+            self._spawn(self._set_up())
+
+    def _forget(self) -> None:
+        self._publishing = None
+        for batch, index in [
+            *((sent.batch, sent.index) for sent in self._sent.values()),
+            *self._pending,
+            *(each for queue in self._deferred.values() for each in queue),
+        ]:
+            batch.settle(index, Outcome("unknown", "the connection to the broker was lost"))
+        self._sent, self._keys, self._one_by_one = {}, {}, False
+        self._pending.clear()
+        self._deferred.clear()

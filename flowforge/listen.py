@@ -1,0 +1,151 @@
+"""Waking up: a flag that threads and signal handlers may set, and a thread that sets it when the database
+notifies.
+
+A notification is a hint and nothing more: whoever waits also looks by itself every so often.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from threading import Event, Thread
+
+import psycopg
+from psycopg import sql
+
+from flowforge import db, log
+
+
+class Waker:
+    """A flag to wait for. `set` takes no lock, so that a signal handler may call it while its thread is in
+    `wait` (threading.Event would deadlock there)."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def set(self) -> None:
+        """Wake whoever waits, or the next one who will. Safe from any thread and from signal handlers."""
+        with suppress(OSError):
+            self._writer.send(b"x")
+
+    def is_set(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.wait(0)
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait until set, at most `seconds`; whether it was set. The flag stays set."""
+        return bool(select.select([self._reader], [], [], seconds)[0])
+
+    def clear(self) -> None:
+        """Unset the flag."""
+        with suppress(OSError):
+            while self._reader.recv(4096):
+                pass
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while the flag is set."""
+        return self._reader.fileno()
+
+    def __del__(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+class Listener(Thread):
+    """A thread with its own autocommit connection that LISTENs and calls `wake` for whatever arrives.
+
+    `wake` is also called after each (re)connect, once LISTEN is in force, so that the caller looks at
+    everything that was committed before. The connection is checked by a round trip every `check_every`
+    seconds and replaced when it fails, with jittered back-off and one log line each. At the start a random
+    channel is notified; if nothing arrives within two seconds (a pooler in transaction mode), one warning is
+    logged and the thread ends: `polling_only` is then true."""
+
+    def __init__(
+        self,
+        dsn: str,
+        channels: Iterable[str],
+        wake: Callable[[], None],
+        *,
+        name: str,
+        check_every: float = 10.0,
+        connect_timeout: int | None = None,
+    ) -> None:
+        super().__init__(name=f"flowforge-listen-{name}", daemon=True)
+        self.polling_only = False
+        self.listening = Event()
+        self._dsn, self._channels, self._wake = dsn, tuple(channels), wake
+        self._application = f"flowforge {name} listen"
+        self._check_every, self._connect_timeout = check_every, connect_timeout
+        self._log = log.of(name)
+        self._stop = Waker()
+
+    def close(self) -> None:
+        """End the thread; returns when it has ended (at the latest after the time-out of a connection
+        attempt)."""
+        self._stop.set()
+        if self.is_alive():
+            self.join()
+
+    def run(self) -> None:
+        backoff, tested, lost = db.Backoff(), False, False
+        while not self._stop.is_set():
+            try:
+                with self._connect() as conn:
+                    if not tested and not self._hears(conn):
+                        self.polling_only = True
+                        self._log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
+                        return
+                    tested = True
+                    for channel in self._channels:
+                        conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+                    if lost:
+                        self._log.info("listening again on a new connection")
+                    lost = False
+                    backoff.reset()
+                    self.listening.set()
+                    self._wake()
+                    self._relay(conn)
+            except (psycopg.Error, OSError) as exc:
+                if not lost:
+                    self._log.warning("listening connection lost; reconnecting", error=type(exc).__name__)
+                lost = True
+                self._stop.wait(backoff.next())
+            finally:
+                self.listening.clear()
+
+    def _connect(self) -> db.Connection:
+        return db.connect(
+            self._dsn,
+            application_name=self._application,
+            connect_timeout=self._connect_timeout,
+            prepared_statements=False,
+        )
+
+    def _hears(self, conn: db.Connection) -> bool:
+        """The self-test."""
+        channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
+        with db.guard(conn, 5):
+            conn.execute(sql.SQL("listen {}").format(channel))
+            conn.execute(sql.SQL("notify {}").format(channel))
+            heard = any(True for _ in conn.notifies(timeout=2.0, stop_after=1))
+            conn.execute(sql.SQL("unlisten {}").format(channel))
+        return heard
+
+    def _relay(self, conn: db.Connection) -> None:
+        """Call `wake` for what arrives, until asked to stop; a lost connection raises."""
+        stop, notes = self._stop.fileno(), conn.fileno()
+        while True:
+            ready, _, _ = select.select([stop, notes], [], [], self._check_every)
+            if stop in ready:
+                return
+            with db.guard(conn, 5):
+                if not ready:
+                    conn.execute("select 1")
+                heard = sum(1 for _ in conn.notifies(timeout=0))
+            if ready or heard:
+                self._wake()

@@ -1,0 +1,422 @@
+"""The loop of every daemon, written once: connect, check, call `tick`, wait, reconnect, stop, say how one is.
+
+A daemon is one duty with a `tick` that makes one bounded call; `run` does the rest. Parts of it (Stop,
+Health, check_start, crash_point, exit codes) serve the worker too, whose threads need a shape of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import psycopg
+
+from flowforge import db, log
+from flowforge.config import Config
+from flowforge.errors import (
+    BrokerBlocked,
+    BrokerError,
+    BrokerUnavailable,
+    ConfigError,
+    DatabaseError,
+    DatabaseUnavailable,
+    FlowForgeError,
+    MissingPrivilege,
+    SchemaError,
+    from_database,
+)
+from flowforge.listen import Listener, Waker
+from flowforge.migrate import check_schema
+
+EXIT_OK = 0
+EXIT_ERROR = 1  # something unforeseen
+EXIT_CONFIG = 3  # a setting is missing or wrong
+EXIT_DATABASE = 4  # the database refuses this login for good
+EXIT_SCHEMA = 5  # the schema is missing or too old
+EXIT_PRIVILEGE = 6  # the login lacks a privilege
+EXIT_BROKER = 7  # the broker refuses for good: login, virtual host, a queue with other arguments
+EXIT_NO_SLOTS = 8  # every slot of a worker is lost to a handler that cannot be stopped
+EXIT_FORCED = 130  # a second signal: stopped at once
+
+
+def exit_code(exc: BaseException) -> int:
+    """The exit code that tells what kind of mistake ended a daemon."""
+    kinds: tuple[tuple[type[FlowForgeError], int], ...] = (
+        (ConfigError, EXIT_CONFIG),
+        (SchemaError, EXIT_SCHEMA),
+        (MissingPrivilege, EXIT_PRIVILEGE),
+        (DatabaseError, EXIT_DATABASE),
+        (BrokerError, EXIT_BROKER),
+    )
+    return next((code for kind, code in kinds if isinstance(exc, kind)), EXIT_ERROR)
+
+
+# -- stopping
+
+
+class Stop:
+    """A request to stop, shared by the threads of a process: asked once, take nothing new; asked twice, stop
+    now."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._flag = Waker()
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def requested(self) -> bool:
+        """Whether to take nothing new."""
+        return self._count > 0
+
+    @property
+    def immediate(self) -> bool:
+        """Whether to stop now, finished or not."""
+        return self._count > 1
+
+    def request(self) -> None:
+        """Ask to stop. Safe from any thread and from signal handlers."""
+        self._count += 1
+        self._flag.set()
+        for callback in self._callbacks:
+            callback()
+
+    def on_request(self, callback: Callable[[], None]) -> None:
+        """Call `callback` at every request, in the thread or signal handler that asks: it must take no lock.
+        Called at once when a request was made already."""
+        self._callbacks.append(callback)
+        if self.requested:
+            callback()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for a request, at most `seconds`; whether there was one."""
+        return self._flag.wait(seconds)
+
+
+@contextmanager
+def signals(stop: Stop) -> Generator[Stop]:
+    """Within the block SIGTERM and SIGINT ask `stop`. Main thread only."""
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        stop.request()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- saying how one is
+
+
+class Health:
+    """The state of one daemon, kept in memory and, when a path is given, in a file that a health check can
+    read.
+
+    States: starting, ok, no database, no broker, blocked, error, stopping, failed. Thread-safe.
+    """
+
+    def __init__(self, daemon: str, path: str | os.PathLike[str] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._path = Path(path) if path else None
+        self._written = 0.0
+        self._state: dict[str, Any] = {
+            "daemon": daemon,
+            "pid": os.getpid(),
+            "state": "starting",
+            "detail": "",
+            "last_tick": None,
+        }
+        self.beat(force=True)
+
+    @property
+    def state(self) -> str:
+        """The present state's name."""
+        return str(self._state["state"])
+
+    def report(self, state: str, detail: str = "") -> bool:
+        """Set the state; whether it changed."""
+        changed = (state, detail) != (self._state["state"], self._state["detail"])
+        self._state |= {"state": state, "detail": detail}
+        self.beat(force=changed)
+        return changed
+
+    def ticked(self) -> None:
+        """A tick succeeded: the state is ok."""
+        self._state["last_tick"] = time.time()
+        self.report("ok")
+
+    def beat(self, *, force: bool = False) -> None:
+        """Write the file if it is older than a second. Call it every few seconds while alive."""
+        now = time.time()
+        if self._path is None or (now - self._written < 1 and not force):
+            return
+        with self._lock:
+            self._written = now
+            draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            draft.write_text(json.dumps(self._state | {"written": now}))
+            draft.replace(self._path)
+
+
+def read_health(path: str | os.PathLike[str], max_age: float = 30.0) -> tuple[bool, str]:
+    """Whether the daemon that writes `path` is well, and one line saying how it is. It is well when it
+    reported within `max_age` seconds that its state is ok."""
+    try:
+        found = json.loads(Path(path).read_text())
+        age = time.time() - found["written"]
+        line = f"{found['daemon']}: {found['state']}" + (f" ({found['detail']})" if found["detail"] else "")
+        if found["last_tick"] is not None:
+            line += f", last tick {time.time() - found['last_tick']:.0f} s ago"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False, f"no health report in {path}"
+    if age > max_age:
+        return False, f"{line}; silent for {age:.0f} s"
+    return found["state"] == "ok", line
+
+
+_passes: dict[str, int] = {}
+
+
+def crash_point(name: str) -> None:
+    """For tests: kill this process as by kill -9 when FLOWFORGE_CRASH_AT names this point, as in
+    `publisher:after-confirm`, or `publisher:after-confirm@3` for the third time it is passed."""
+    wanted, _, turn = os.environ.get("FLOWFORGE_CRASH_AT", "").partition("@")
+    if wanted == name:
+        _passes[name] = _passes.get(name, 0) + 1
+        if _passes[name] >= int(turn or 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- starting
+
+
+def check_start(conn: db.Connection, functions: Iterable[str], role: str) -> None:
+    """Check that the schema is there and new enough, and that this login may execute `functions` (names
+    without the schema), as members of `role` may.
+
+    Raises SchemaError or MissingPrivilege, naming all that is missing and the remedy.
+    """
+    wanted = list(functions)
+    row = conn.execute(
+        """
+        select session_user::text, current_database()::text,
+               n.oid is not null, coalesce(has_schema_privilege(n.oid, 'usage'), false),
+               coalesce(array_agg(w.name order by w.name) filter (where p.oid is null), '{}'),
+               coalesce(array_agg(w.name order by w.name)
+                        filter (where not has_function_privilege(p.oid, 'execute')), '{}')
+        from unnest(%s::text[]) w(name)
+        left join pg_catalog.pg_namespace n on n.nspname = 'flowforge'
+        left join pg_catalog.pg_proc p on p.pronamespace = n.oid and p.proname = w.name
+        group by n.oid
+        """,
+        [wanted],
+    ).fetchone()
+    assert row is not None  # noqa: S101 -- an aggregate over a list that is never empty
+    login, database, exists, usable, missing, forbidden = row
+    if not exists:
+        raise SchemaError(f'database "{database}" has no schema flowforge; run `flowforge migrate`')
+    if missing:
+        raise SchemaError(
+            f"the schema is too old: it has no function {', '.join(missing)}; run `flowforge migrate`"
+        )
+    if not usable or forbidden:
+        lacks = ([] if usable else ["USAGE on schema flowforge"]) + [
+            f"EXECUTE on {name}" for name in forbidden
+        ]
+        raise MissingPrivilege(f'login "{login}" lacks {", ".join(lacks)}; remedy: grant {role} to "{login}"')
+    check_schema(conn)
+
+
+def connect(config: Config, daemon: str) -> db.Connection:
+    """A connection of `daemon` as the configuration says; errors of this project's own tree.
+
+    Raises DatabaseUnavailable when a later try may succeed, DatabaseError when this login is refused for
+    good."""
+    try:
+        return db.connect(
+            config.database_url,
+            application_name=f"flowforge {daemon}",
+            connect_timeout=config.connect_timeout,
+            prepared_statements=config.prepared_statements,
+        )
+    except psycopg.Error as exc:
+        reason = db.refusal(exc)
+        if reason is not None:
+            raise DatabaseError(
+                f"the database refuses the connection: {reason} ({_brief(exc)})", exc.sqlstate
+            ) from exc
+        raise from_database(exc) from exc
+
+
+def _brief(exc: BaseException) -> str:
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__
+
+
+# -- the loop
+
+
+class Daemon(ABC):
+    """One duty. `run` calls its methods from one thread."""
+
+    name: ClassVar[str]
+    role: ClassVar[str]  # the group role that its login needs
+    functions: ClassVar[tuple[str, ...]]  # the database functions it calls, checked at the start
+    channels: ClassVar[tuple[str, ...]] = ()  # notifications that wake it
+    tick_limit: float = 60.0  # seconds after which a tick's connection is given up as dead
+
+    def on_connect(self, conn: db.Connection) -> None:  # noqa: B027 -- not every daemon needs it
+        """Called with each new connection, before its first tick."""
+
+    @abstractmethod
+    def tick(self, conn: db.Connection) -> int:
+        """One bounded piece of work; how much was done. More than zero: called again at once.
+
+        Raises psycopg.Error, BrokerUnavailable or BrokerBlocked for what passes, other FlowForgeErrors to
+        end."""
+
+    def pause(self, conn: db.Connection) -> float | None:  # noqa: ARG002 -- for those that override it
+        """Called when a tick found nothing: the longest wait in seconds, or None for the poll interval."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 -- not every daemon needs it
+        """Called once, when the loop has ended."""
+
+
+def run(daemon: Daemon, config: Config, *, stop: Stop | None = None, health: Health | None = None) -> int:
+    """Run `daemon` until asked to stop and return its exit code.
+
+    Without `stop` the signals of the process ask for it (main thread only); with it this may be any thread.
+    What passes by itself (the database or the broker away, blocked, failing over) is waited for with jittered
+    back-off; what does not at the start (a wrong password, an old schema, a missing privilege, queues with
+    other arguments) ends the daemon with one line that names the remedy."""
+    if stop is None:
+        with signals(Stop()) as own:
+            return run(daemon, config, stop=own, health=health)
+    health = health or Health(daemon.name, config.health_file)
+    loop = _Loop(daemon, config, stop, health)
+    try:
+        loop.run()
+    except FlowForgeError as exc:
+        log.of(daemon.name).error(str(exc))
+        health.report("failed", str(exc))
+        return exit_code(exc)
+    finally:
+        loop.close()
+    if stop.immediate:
+        return EXIT_FORCED
+    health.report("stopping")
+    log.of(daemon.name).info("stopped")
+    return EXIT_OK
+
+
+class _Loop:
+    def __init__(self, daemon: Daemon, config: Config, stop: Stop, health: Health) -> None:
+        self.daemon, self.config, self.stop, self.health = daemon, config, stop, health
+        self.log = log.of(daemon.name)
+        self.waker = Waker()
+        self.backoff = db.Backoff()
+        self.conn: db.Connection | None = None
+        self.listener: Listener | None = None
+        self.started = False
+        stop.on_request(self._asked)
+
+    def _asked(self) -> None:
+        self.waker.set()
+        if self.stop.immediate and (conn := self.conn) is not None:
+            with suppress(psycopg.Error, OSError):
+                db.sever(conn.fileno())
+
+    def close(self) -> None:
+        self.daemon.close()
+        if self.listener is not None:
+            self.listener.close()
+        if self.conn is not None:
+            self.conn.close()
+
+    def run(self) -> None:
+        while not self.stop.requested:
+            try:
+                conn = self._connection()
+                with db.guard(conn, self.daemon.tick_limit):
+                    moved = self.daemon.tick(conn)
+                    wait = None if moved else self.daemon.pause(conn)
+                self._worked()
+                if not moved:
+                    self._wait(self.config.poll_interval if wait is None else wait)
+            except (BrokerUnavailable, BrokerBlocked) as exc:
+                state = "blocked" if isinstance(exc, BrokerBlocked) else "no broker"
+                if self.health.state != state:
+                    self.log.warning("waiting for the broker", state=state, error=str(exc))
+                self.health.report(state, str(exc))
+                # Notifications of more work must not turn this into a hot loop.
+                self._wait(min(self.backoff.next(), self.config.poll_interval), wakeable=False)
+            except psycopg.Error as exc:
+                if self.stop.immediate:
+                    return
+                passing = db.is_transient(exc)
+                if not passing and not self.started:
+                    raise from_database(exc) from exc
+                self._lost(from_database(exc), passing=passing)
+            except (DatabaseError, SchemaError, MissingPrivilege) as exc:
+                # From connecting and its checks. Once started, a daemon outlasts even these: a failover, a
+                # restore or a rotated password may look like them for a while.
+                passing = isinstance(exc, DatabaseUnavailable)
+                if not passing and not self.started:
+                    raise
+                self._lost(exc, passing=passing)
+
+    def _connection(self) -> db.Connection:
+        """The working connection, made and checked when there is none."""
+        if self.conn is None:
+            self.conn = connect(self.config, self.daemon.name)
+            with db.guard(self.conn, self.daemon.tick_limit):
+                check_start(self.conn, self.daemon.functions, self.daemon.role)
+                self.daemon.on_connect(self.conn)
+            if self.listener is None and self.daemon.channels:
+                self.listener = Listener(
+                    self.config.database_url,
+                    self.daemon.channels,
+                    self.waker.set,
+                    name=self.daemon.name,
+                    connect_timeout=self.config.connect_timeout,
+                )
+                self.listener.start()
+            self.log.info("connected" if not self.started else "connected again")
+            self.started = True
+        return self.conn
+
+    def _worked(self) -> None:
+        if self.health.state in ("no broker", "blocked"):
+            self.log.info("the broker is back")
+        self.backoff.reset()
+        self.health.ticked()
+
+    def _lost(self, exc: FlowForgeError, *, passing: bool) -> None:
+        """Give the connection up and wait a little before the next one."""
+        if self.conn is not None:
+            self.conn.close()
+            self.conn = None
+        state = "no database" if passing else "error"
+        if self.health.report(state, str(exc)):
+            (self.log.warning if passing else self.log.error)(f"{state}; trying again", error=str(exc))
+        self._wait(self.backoff.next(), wakeable=False)
+
+    def _wait(self, seconds: float, *, wakeable: bool = True) -> None:
+        """Wait until woken, at most `seconds`, keeping the health report fresh."""
+        deadline = time.monotonic() + seconds * random.uniform(0.8, 1.0)  # noqa: S311 -- jitter, not a secret
+        while not self.stop.requested and (left := deadline - time.monotonic()) > 0:
+            if self.waker.wait(min(left, 5.0)) if wakeable else self.stop.wait(min(left, 5.0)):
+                self.waker.clear()
+                break
+            self.health.beat()
