@@ -12,6 +12,8 @@ No message holds a password or a payload.
             StateConflict, IsolationError      WF001 to WF008, raised by FlowForge's own functions
             DatabaseUnavailable nothing wrong with the request: asking again later may succeed
         NotStorable             a value that is not JSON, or that PostgreSQL cannot keep
+        WaitTimeout             a run had not ended when the time to wait for it was over
+        EmbeddedPostgresError   the private PostgreSQL could not be started or kept
         BrokerError
             BrokerUnavailable, BrokerBlocked, BrokerMisconfigured
         PermanentError          raised by a handler: no further attempt
@@ -66,8 +68,9 @@ class NotFound(DatabaseError):
     default_sqlstate = "WF002"
 
 
-class InvalidDefinition(DatabaseError):
-    """WF003: a workflow definition breaks a rule (unknown key, cycle, duplicate task, ...)."""
+class InvalidDefinition(DatabaseError, ValueError):
+    """WF003: a workflow definition breaks a rule (unknown key, cycle, duplicate task, ...). Python raises it
+    for what is obvious there, the database for the rest."""
 
     default_sqlstate = "WF003"
 
@@ -110,6 +113,14 @@ class DatabaseUnavailable(DatabaseError):
 class NotStorable(FlowForgeError):
     """The value is not JSON (bytes, NaN, a lone surrogate, ...) or is JSON that PostgreSQL cannot keep
     (U+0000, depth)."""
+
+
+class WaitTimeout(FlowForgeError, TimeoutError):
+    """The run had not ended when the time to wait for it was over. The run goes on."""
+
+
+class EmbeddedPostgresError(FlowForgeError):
+    """The private PostgreSQL could not be started or kept; the message says what to do."""
 
 
 class BrokerError(FlowForgeError):
