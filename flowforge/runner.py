@@ -152,10 +152,10 @@ class Health:
         self.beat(force=changed)
         return changed
 
-    def ticked(self) -> None:
-        """A tick succeeded: the state is ok."""
+    def ticked(self, trouble: str = "") -> None:
+        """A tick was made: the state is ok, or error where there is `trouble`."""
         self._state["last_tick"] = time.time()
-        self.report("ok")
+        self.report("error" if trouble else "ok", trouble)
 
     def beat(self, *, force: bool = False) -> None:
         """Write the file if it is older than a second. Call it every few seconds while alive."""
@@ -275,7 +275,7 @@ class Daemon(ABC):
     channels: ClassVar[tuple[str, ...]] = ()  # notifications that wake it
     tick_limit: float = 60.0  # seconds after which a tick's connection is given up as dead
 
-    def on_connect(self, conn: db.Connection) -> None:  # noqa: B027 -- not every daemon needs it
+    def on_connect(self) -> None:  # noqa: B027 -- not every daemon needs it
         """Called with each new connection, before its first tick."""
 
     @abstractmethod
@@ -288,6 +288,10 @@ class Daemon(ABC):
     def pause(self, conn: db.Connection) -> float | None:  # noqa: ARG002 -- for those that override it
         """Called when a tick found nothing: the longest wait in seconds, or None for the poll interval."""
         return None
+
+    def trouble(self) -> str:
+        """What is wrong although ticks succeed, for the state of health; empty when nothing is."""
+        return ""
 
     def close(self) -> None:  # noqa: B027 -- not every daemon needs it
         """Called once, when the loop has ended."""
@@ -353,7 +357,8 @@ class _Loop:
                     wait = None if moved else self.daemon.pause(conn)
                 self._worked()
                 if not moved:
-                    self._wait(self.config.poll_interval if wait is None else wait)
+                    jitter = random.uniform(0.8, 1.0)  # noqa: S311 -- not a secret
+                    self._wait(self.config.poll_interval * jitter if wait is None else wait)
             except (BrokerUnavailable, BrokerBlocked) as exc:
                 state = "blocked" if isinstance(exc, BrokerBlocked) else "no broker"
                 if self.health.state != state:
@@ -382,7 +387,7 @@ class _Loop:
             self.conn = connect(self.config, self.daemon.name)
             with db.guard(self.conn, self.daemon.tick_limit):
                 check_start(self.conn, self.daemon.functions, self.daemon.role)
-                self.daemon.on_connect(self.conn)
+                self.daemon.on_connect()
             if self.listener is None and self.daemon.channels:
                 self.listener = Listener(
                     self.config.database_url,
@@ -400,7 +405,7 @@ class _Loop:
         if self.health.state in ("no broker", "blocked"):
             self.log.info("the broker is back")
         self.backoff.reset()
-        self.health.ticked()
+        self.health.ticked(self.daemon.trouble())
 
     def _lost(self, exc: FlowForgeError, *, passing: bool) -> None:
         """Give the connection up and wait a little before the next one."""
@@ -414,7 +419,7 @@ class _Loop:
 
     def _wait(self, seconds: float, *, wakeable: bool = True) -> None:
         """Wait until woken, at most `seconds`, keeping the health report fresh."""
-        deadline = time.monotonic() + seconds * random.uniform(0.8, 1.0)  # noqa: S311 -- jitter, not a secret
+        deadline = time.monotonic() + seconds
         while not self.stop.requested and (left := deadline - time.monotonic()) > 0:
             if self.waker.wait(min(left, 5.0)) if wakeable else self.stop.wait(min(left, 5.0)):
                 self.waker.clear()

@@ -1,0 +1,136 @@
+"""The publisher: that a message is never lost.
+
+One tick is one transaction: fetch orders from the outbox, publish them, mark what the broker confirmed. The
+mark and the fetch share the transaction, so whatever happens in between (a crash, a lost connection) the
+order is still there and goes out again under the same dispatch id, which the claim recognises. No transaction
+is open while the broker is away or blocked, but for the bounded time in which that shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from flowforge import db, log
+from flowforge.broker import Message, Outcome, PublishChannel
+from flowforge.config import Config
+from flowforge.errors import ConfigError
+from flowforge.runner import Daemon, crash_point
+
+
+class Publisher(Daemon):
+    """The duty of the publisher, for `runner.run`. Raises ConfigError when no broker is configured."""
+
+    name = "publisher"
+    role = "flowforge_publisher"
+    channels = ("flowforge_outbox",)
+    functions = (
+        "fetch_outbox",
+        "mark_published",
+        "mark_refused",
+        "mark_unpublishable",
+        "queue_names",
+        "redispatch",
+    )
+
+    def __init__(self, config: Config) -> None:
+        if not config.uses_broker:
+            raise ConfigError(
+                "FLOWFORGE_AMQP_URL is not set: without a broker there is nothing to publish to"
+            )
+        self._config = config
+        self._log = log.of(self.name)
+        self._channel = PublishChannel(config, self.name)
+        self._channel.start()
+        self._new_connection = True
+        self.tick_limit = 60.0 + config.confirm_timeout + config.blocked_timeout
+
+    def on_connect(self) -> None:
+        self._new_connection = True
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def tick(self, conn: db.Connection) -> int:
+        self._channel.wait_ready(10.0)
+        self._channel.check()
+        if self._new_connection:
+            self._declare(conn, [row[0] for row in self._call(conn, "select flowforge.queue_names()")])
+            self._new_connection = False
+        self._offer_again(conn)
+        undeclared, done = self._publish(conn)
+        if undeclared:
+            self._declare(conn, undeclared)
+            return 1
+        if not done:
+            # Orders whose outcome is unknown show here why it is.
+            self._channel.check()
+        return done
+
+    def _call(self, conn: db.Connection, query: str, *params: object) -> list[tuple[object, ...]]:
+        return db.call(conn, query, params, lock_timeout=self._config.lock_timeout)
+
+    def _declare(self, conn: db.Connection, queues: Iterable[object]) -> None:
+        self._channel.ensure(str(queue) for queue in queues)
+        self._offer_again(conn)
+
+    def _offer_again(self, conn: db.Connection) -> None:
+        """A queue that was not there has lost whatever was in it: arm its dispatches again at once."""
+        for queue in sorted(self._channel.gone):
+            armed = self._call(conn, "select flowforge.redispatch(%s)", queue)[0][0]
+            self._channel.gone.discard(queue)
+            if armed:
+                self._log.warning(
+                    "the queue was gone; its dispatches are published again", queue=queue, count=armed
+                )
+
+    def _publish(self, conn: db.Connection) -> tuple[set[str], int]:
+        """One transaction. Returns the queues that must be declared before anything can be published, or how
+        many orders were decided."""
+        with db.begin(conn, lock_timeout=self._config.lock_timeout) as tx:
+            rows = tx.execute(
+                "select outbox_id, task_run_id, dispatch_id, queue, handler, attempt, traceparent"
+                " from flowforge.fetch_outbox(%s)",
+                [self._config.publish_batch],
+            ).fetchall()
+            if not rows:
+                return set(), 0
+            if undeclared := self._channel.undeclared({row[3] for row in rows}):
+                return undeclared, 0
+            crash_point("publisher:after-fetch")
+            outcomes = self._channel.publish_batch(
+                [_message(*row[1:]) for row in rows], self._config.confirm_timeout
+            )
+            crash_point("publisher:after-confirm")
+            decided = self._mark(tx, [row[0] for row in rows], outcomes)
+            crash_point("publisher:after-mark")
+        crash_point("publisher:after-commit")
+        return set(), decided
+
+    def _mark(self, tx: db.Connection, ids: list[int], outcomes: list[Outcome]) -> int:
+        """Record each order's outcome; an unknown one stays as it was, since its message may still arrive."""
+        pairs = list(zip(ids, outcomes, strict=True))
+        confirmed = [each for each, outcome in pairs if outcome.kind == "confirmed"]
+        refused = [(each, outcome.reason) for each, outcome in pairs if outcome.kind == "refused"]
+        permanent = [(each, outcome.reason) for each, outcome in pairs if outcome.kind == "permanent"]
+        if confirmed:
+            tx.execute("select flowforge.mark_published(%s::bigint[])", [confirmed])
+        if refused:
+            tx.execute(
+                "select flowforge.mark_refused(%s::bigint[], %s::text[])",
+                [[each for each, _ in refused], [reason for _, reason in refused]],
+            )
+            self._log.warning("the broker refused messages; kept", count=len(refused), error=refused[0][1])
+        for each, reason in permanent:
+            tx.execute("select flowforge.mark_unpublishable(%s, %s)", [each, reason])
+            self._log.error("a message can never be published; parked", outbox=each, error=reason)
+        return len(confirmed) + len(refused) + len(permanent)
+
+
+def _message(
+    task_run_id: int, dispatch_id: object, queue: str, handler: str, attempt: int, traceparent: str | None
+) -> Message:
+    """The message of one order, as other languages' workers read it too."""
+    dispatch = str(dispatch_id)
+    body = {"task_run_id": task_run_id, "dispatch_id": dispatch, "handler": handler, "attempt": attempt}
+    headers = {} if traceparent is None else {"traceparent": traceparent}
+    return Message(dispatch, queue, handler, json.dumps(body, ensure_ascii=False).encode(), headers)

@@ -1,0 +1,142 @@
+"""The scheduler: which task runs are dispatched, and that none is forgotten.
+
+It calls the functions of its role in turn, each as a short transaction of its own; the database decides
+everything, so several schedulers may run at once. It may die at any moment: what it had not committed is
+found again by state.
+
+Finishing task runs notify only a scheduler that has declared itself asleep. So before a long sleep it
+declares, waits a moment for those that finished without having seen the declaration, looks again, and sleeps;
+while it is busy, it declares itself awake."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+
+import psycopg
+
+from flowforge import db, log
+from flowforge.config import Config
+from flowforge.runner import Daemon, crash_point
+
+# For a transaction that was finishing when the declaration was committed.
+_MOMENT = 0.02
+# Ticks in a row with work after which finishes need not notify any more. A lone run goes from wake-up to
+# wake-up.
+_BUSY = 3
+# A due task run that cannot be moved yet (its row is locked) must not turn waiting into spinning.
+_SHORTEST = 0.05
+
+
+@dataclass
+class _Duty:
+    """One function, how often it is called at least (seconds; 0: in every tick), and how it has been
+    going."""
+
+    function: str
+    max_rows: int | None
+    every: float
+    due: float = 0.0
+    error: str = ""
+    backoff: db.Backoff = field(default_factory=db.Backoff)
+
+    @property
+    def query(self) -> str:
+        return f"select flowforge.{self.function}({'' if self.max_rows is None else self.max_rows})"
+
+
+class Scheduler(Daemon):
+    """The duty of the scheduler, for `runner.run`."""
+
+    name = "scheduler"
+    role = "flowforge_scheduler"
+    channels = ("flowforge_scheduler",)
+    functions = (
+        "settle_finished",
+        "expand_map",
+        "dispatch_ready",
+        "reap_expired_leases",
+        "redispatch_lost",
+        "fail_undeliverable",
+        "cancel_leftovers",
+        "sweep_outbox",
+        "declare_scheduler",
+        "next_due",
+    )
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._log = log.of(self.name)
+        self._asleep = False
+        self._busy = 0
+        self._duties = [
+            _Duty("reap_expired_leases", 500, config.reap_interval),
+            _Duty("cancel_leftovers", 100, config.recover_interval),
+            _Duty("settle_finished", config.settle_batch, 0),
+            _Duty("expand_map", None, 0),
+            _Duty("dispatch_ready", config.dispatch_batch, 0),
+            _Duty("redispatch_lost", 500, config.recover_interval),
+            _Duty("fail_undeliverable", 500, config.recover_interval),
+            _Duty("sweep_outbox", 2000, config.sweep_interval),
+        ]
+
+    def trouble(self) -> str:
+        """Which functions fail at present, and how."""
+        return "; ".join(f"{duty.function}: {duty.error}" for duty in self._duties if duty.error)
+
+    def on_connect(self) -> None:
+        self._asleep, self._busy = False, 0
+        for duty in self._duties:
+            duty.due = 0.0
+
+    def tick(self, conn: db.Connection) -> int:
+        moved = sum(self._perform(conn, duty) for duty in self._duties if time.monotonic() >= duty.due)
+        self._busy = self._busy + 1 if moved else 0
+        if self._asleep and self._busy >= _BUSY:
+            self._declare(conn, asleep=False)
+        return moved
+
+    def pause(self, conn: db.Connection) -> float:
+        if not self._asleep:
+            self._declare(conn, asleep=True)
+            return _MOMENT
+        # Again each time: another scheduler may have declared itself awake, and died.
+        self._declare(conn, asleep=True)
+        waits = [self._config.poll_interval * random.uniform(0.8, 1.0)]  # noqa: S311 -- jitter, not a secret
+        waits += [duty.due - time.monotonic() for duty in self._duties if duty.every or duty.error]
+        due = db.call(conn, "select flowforge.next_due()", lock_timeout=self._config.lock_timeout)[0][0]
+        if due is not None:
+            waits.append(due.total_seconds())
+        return max(min(waits), _SHORTEST)
+
+    def _perform(self, conn: db.Connection, duty: _Duty) -> int:
+        """Call one function. One that fails waits for its next turn and holds up none of the others; only a
+        lost or useless connection is the caller's matter."""
+        crash_point(f"scheduler:before-{duty.function}")
+        try:
+            moved = int(db.call(conn, duty.query, lock_timeout=self._config.lock_timeout)[0][0])
+        except psycopg.Error as exc:
+            if db.connection_useless(conn, exc):
+                raise
+            error = f"{exc.diag.message_primary or type(exc).__name__} [{exc.sqlstate}]"
+            if error != duty.error:
+                self._log.warning("a function failed; trying it again", function=duty.function, error=error)
+            duty.error, duty.due = error, time.monotonic() + duty.backoff.next()
+            return 0
+        if duty.error:
+            self._log.info("the function works again", function=duty.function)
+            duty.error = ""
+            duty.backoff.reset()
+        # With work found there may be more: it stays due.
+        duty.due = 0.0 if moved else time.monotonic() + duty.every
+        if moved:
+            crash_point(f"scheduler:after-{duty.function}")
+            self._log.debug("moved", function=duty.function, count=moved)
+        return moved
+
+    def _declare(self, conn: db.Connection, *, asleep: bool) -> None:
+        db.call(
+            conn, "select flowforge.declare_scheduler(%s)", [asleep], lock_timeout=self._config.lock_timeout
+        )
+        self._asleep = asleep
