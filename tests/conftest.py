@@ -49,7 +49,9 @@ def db(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[Database]:
         pg_server.start()
     database = Database(pg_server, template.template_dbname)
     yield database
+    forbidden = database.forbidden_transitions()
     database.drop()
+    assert not forbidden
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ class Database:
 
     def __init__(self, server: PostgresServer, template: str) -> None:
         self.server = server
+        self.template = template
         self.name = f"t_{uuid.uuid4().hex[:12]}"
         self._logins: list[str] = []
         server.create_database(self.name, template)
@@ -50,8 +51,12 @@ class Database:
                 )
         return self.server.dsn(self.name, name)
 
+    def forbidden_transitions(self) -> list[str]:
+        """What transitions.sql rejected here, as logged: a daemon may have swallowed the error."""
+        return [line for line in self.server.log_of(self.name) if "forbidden transition" in line]
+
     def drop(self) -> None:
-        """Drop the database and its logins, ending their sessions; start the server if the test left it down."""
+        """Drop database and logins, ending their sessions; start the server if the test left it down."""
         if not self.server.is_running():
             self.server.start()
         self.server.drop_database(self.name)
@@ -108,7 +113,23 @@ def prepare_template(host: str, port: int, user: str, dbname: str, password: str
 
     dsn = make_conninfo("", host=host, port=port, user=user, dbname=dbname, password=password)
     if importlib.util.find_spec("flowforge.migrate") is None:
-        return
-    importlib.import_module("flowforge.migrate").migrate(dsn)
+        _load_files(dsn)
+    else:
+        importlib.import_module("flowforge.migrate").migrate(dsn)
     with connect(dsn, autocommit=autocommit) as connection:
         connection.execute(TRANSITIONS.read_bytes())
+
+
+def _load_files(dsn: str) -> None:
+    from psycopg import connect
+
+    root = Path(__file__).resolve().parents[2] / "sql"
+    with connect(dsn) as connection:
+        for role in ("owner", "client", "worker", "scheduler", "publisher", "operator", "reader"):
+            connection.execute(sql.SQL("create role {}").format(sql.Identifier(f"flowforge_{role}")))
+        connection.execute("create schema flowforge; set check_function_bodies = off")
+        for path in [
+            *sorted((root / "migrations").glob("*.sql")),
+            *sorted((root / "functions").glob("*.sql")),
+        ]:
+            connection.execute(path.read_bytes())

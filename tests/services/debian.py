@@ -27,12 +27,14 @@ from pathlib import Path
 WANTED = re.compile(r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|lib)")
 UNWANTED = re.compile(r"(libc6|libc-bin|libc-l10n|libperl|libpython|libpam-modules|libpam-runtime|.*-perl$)")
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+
 PACKAGES = {
     "postgresql-15": ["postgresql-15", "postgresql-15-plpgsql-check"],
     "rabbitmq": ["rabbitmq-server"],
 }
 INSTEAD = {
-    "postgresql-15": "set FLOWFORGE_TEST_PG15_BIN to the directory of PostgreSQL 15's programs (initdb, postgres)",
+    "postgresql-15": "set FLOWFORGE_TEST_PG15_BIN to a directory with PostgreSQL 15's initdb and postgres",
     "rabbitmq": "set FLOWFORGE_TEST_AMQP_URL to a running broker (amqp://user:password@host:5672/vhost)",
 }
 # Raised whenever what is unpacked, or how, changes: caches made before are then left aside.
@@ -57,26 +59,32 @@ class ServiceMissing(Exception):
     """A server for the tests cannot be had; the text says what to do."""
 
 
-def cache_directory() -> Path:
-    """Where unpacked servers are kept.
+def reachable_by_others(path: Path) -> bool:
+    """Whether a user without special rights may pass through the directory and all above it."""
+    return all(directory.stat().st_mode & 0o001 for directory in (path, *path.parents))
 
-    Root's is not below its home, because PostgreSQL, which refuses to run as root, must be able to read it.
+
+def cache_directory() -> Path:
+    """Where unpacked servers are kept: below XDG_CACHE_HOME, the user's cache, or else the checkout.
+
+    Root's home is no place for them: PostgreSQL, which refuses to run as root, could not read them there.
     """
-    if os.getuid() == 0:
-        candidates = [Path("/var/cache")]
-    else:
-        candidates = [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")]
-    candidates.append(Path(__file__).resolve().parents[2] / ".cache")
+    root = os.getuid() == 0
+    candidates = [Path("/var/cache") if root else Path.home() / ".cache", CHECKOUT / ".cache"]
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        candidates.insert(0, Path(given))
     for base in candidates:
+        directory = base / "flowforge-tests"
         try:
-            directory = base / "flowforge"
             directory.mkdir(parents=True, exist_ok=True)
-            if os.access(directory, os.W_OK):
-                return directory
         except OSError:
             continue
-    tried = " nor ".join(map(str, candidates))
-    raise ServiceMissing(f"neither {tried} can be written to; set XDG_CACHE_HOME to a directory of yours")
+        if os.access(directory, os.W_OK) and (not root or reachable_by_others(directory)):
+            return directory
+    raise ServiceMissing(
+        f"no place for the servers' programs in {', '.join(map(str, candidates))}: each is read-only"
+        f"{' or closed to other users' if root else ''}. Set XDG_CACHE_HOME to a directory that is neither."
+    )
 
 
 def unpacked(service: str) -> Path:

