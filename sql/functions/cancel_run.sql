@@ -1,0 +1,86 @@
+-- cancel_run, cancel_leftovers: a run is given up.
+--
+-- Lock order: run, then its task runs in id order. cancel_run settles first, so that nothing finished is overlooked,
+-- and marks the run before it touches a task run. Safe to repeat. Raise WF001, WF002, WF008.
+
+create or replace function flowforge._cancel_waiting(p_run_ids bigint[]) returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_ids bigint[];
+    v_now timestamptz;
+begin
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.run_id = any (p_run_ids) and tr.state in ('pending', 'ready')
+        order by tr.task_run_id for no key update);
+    v_now := flowforge._clock();
+    update flowforge.task_run tr
+    set state = 'cancelled', stage = 'unsettled', finished_at = v_now, redispatch_at = null, start_deadline = null,
+        error = 'the run was cancelled'
+    where tr.task_run_id = any (v_ids) and tr.state in ('pending', 'ready');
+    return cardinality(v_ids);
+end
+$$;
+comment on function flowforge._cancel_waiting(bigint[]) is
+    'Cancels what is pending or ready in runs locked by the caller and marked as being cancelled. Answers how many.';
+
+create or replace function flowforge.cancel_run(run_id bigint, reason text default null) returns boolean
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+begin
+    perform flowforge._require_read_committed('cancel_run');
+    if length(cancel_run.reason) > 1000 then
+        raise exception using errcode = 'WF005',
+            message = format('cancel_run: reason is %s characters long; at most 1000 are allowed', length(cancel_run.reason));
+    end if;
+    perform from flowforge.run r where r.run_id = cancel_run.run_id for no key update;
+    if not found then
+        raise exception using errcode = 'WF002', message = format('there is no run %s', coalesce(cancel_run.run_id::text, 'null'));
+    end if;
+    perform flowforge._settle(array[cancel_run.run_id], null);
+    update flowforge.run r set cancel_requested_at = flowforge._clock(), cancel_reason = cancel_run.reason
+    where r.run_id = cancel_run.run_id and r.state = 'running' and r.cancel_requested_at is null;
+    if not found then
+        return false;
+    end if;
+    perform flowforge._cancel_waiting(array[cancel_run.run_id]);
+    perform flowforge._settle(array[cancel_run.run_id], null);
+    return true;
+end
+$$;
+comment on function flowforge.cancel_run(bigint, text) is
+    'Cancels what is pending or ready in a run; running task runs learn of it at their next renewal, and a success that still comes is accepted. True if this call began it; false if it had been asked for before or the run had ended. reason: at most 1000 characters. Raises WF002, WF005, WF008.';
+
+create or replace function flowforge.cancel_leftovers(max_runs bigint default 100) returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    v_run_ids bigint[];
+    v_cancelled bigint;
+begin
+    perform flowforge._require_read_committed('cancel_leftovers');
+    perform flowforge._check_count('max_runs', cancel_leftovers.max_runs);
+    v_run_ids := array(select r.run_id from flowforge.run r
+        where r.cancel_requested_at is not null and r.finished_at is null
+            and (select true from flowforge.task_run tr where tr.run_id = r.run_id and tr.state in ('pending', 'ready') limit 1)
+        order by r.run_id limit cancel_leftovers.max_runs for no key update skip locked);
+    if v_run_ids = '{}' then
+        return 0;
+    end if;
+    v_cancelled := flowforge._cancel_waiting(v_run_ids);
+    perform flowforge._settle(v_run_ids, null);
+    return v_cancelled;
+end
+$$;
+comment on function flowforge.cancel_leftovers(bigint) is
+    'Cancels what a failed finish or a release has put back in line in runs being cancelled. Answers how many task runs. Raises WF001, WF008.';

@@ -1,0 +1,153 @@
+-- dispatch_ready, next_due: the scheduler decides what is dispatched.
+--
+-- Lock order: queue, then task runs, all skipping locked. State and order to publish change in one transaction. Two
+-- schedulers cannot overfill a window, since each holds the row of the queue that it fills. Safe to repeat. Raises WF001.
+
+create or replace function flowforge._window(p_queue_id bigint) returns bigint
+language sql stable
+set search_path = pg_catalog, pg_temp
+begin atomic
+    select coalesce(q.window_size, greatest(100, 4 * (
+        select sum(w.capacity) from flowforge.worker w
+        where q.name = any (w.queues) and w.seen_at > flowforge._clock() - interval '2 minutes')))::bigint
+    from flowforge.queue q where q.queue_id = p_queue_id;
+end;
+comment on function flowforge._window(bigint) is
+    'Most task runs of a queue dispatched and due at once: its setting, or the larger of 100 and 4 times the announced capacity.';
+
+create or replace function flowforge._promote_delayed(p_now timestamptz, p_max_rows bigint) returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_ids bigint[];
+begin
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.stage = 'delayed' and tr.available_at <= p_now
+        order by tr.available_at limit p_max_rows for no key update skip locked);
+    update flowforge.task_run tr set stage = 'eligible'
+    where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0 and tr.available_at <= p_now;
+    return cardinality(v_ids);
+end
+$$;
+comment on function flowforge._promote_delayed(timestamptz, bigint) is
+    'Moves what has become due into the eligible index; delayed task runs never sit in it.';
+
+create or replace function flowforge._fill_window(p_queue_id bigint, p_max_rows bigint) returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_now timestamptz;
+    v_queue record;
+    v_window bigint;
+    v_in_window bigint;
+    v_ids bigint[];
+    v_delay interval;
+    v_dispatched bigint;
+begin
+    select q.name, q.drain_rate, q.sampled_window, q.sampled_at into v_queue
+    from flowforge.queue q where q.queue_id = p_queue_id and q.paused_at is null
+    for no key update skip locked;
+    if not found then
+        return 0;
+    end if;
+    v_now := flowforge._clock();
+    v_window := flowforge._window(p_queue_id);
+    v_in_window := (select count(*) from (
+        select from flowforge.task_run tr
+        where tr.queue_id = p_queue_id and tr.stage = 'dispatched' and tr.available_at <= v_now limit v_window) w);
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.queue_id = p_queue_id and tr.stage = 'eligible'
+        order by tr.priority desc, tr.task_run_id
+        limit least(p_max_rows, v_window - v_in_window) for no key update skip locked);
+    -- The pace: what has left the window since the last dispatch, as long as it never ran empty (an empty window tells
+    -- of little work, not of slow workers); an exponential average over about 10 s.
+    update flowforge.queue q
+    set sampled_window = v_in_window + cardinality(v_ids), sampled_at = v_now,
+        drain_rate = case
+            when v_in_window = 0 or v_queue.sampled_at is null or v_now <= v_queue.sampled_at then v_queue.drain_rate
+            else v_queue.drain_rate + (1 - exp(-e.seconds / 10)) * (greatest(v_queue.sampled_window - v_in_window, 0) / e.seconds - v_queue.drain_rate)
+        end
+    from (select extract(epoch from v_now - v_queue.sampled_at)::double precision as seconds) e
+    where q.queue_id = p_queue_id;
+    if v_ids = '{}' then
+        return 0;
+    end if;
+    v_delay := flowforge._redispatch_delay(p_queue_id);
+
+    update flowforge.task_run tr
+    set state = 'ready', stage = 'dispatched', dispatch_id = gen_random_uuid(), ready_at = v_now, redispatches = 0,
+        redispatch_at = v_now + v_delay,
+        start_deadline = v_now + (select t.start_within from flowforge.task t where t.task_id = tr.task_id)
+    where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0 and tr.available_at <= v_now
+        and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null;
+    insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
+    select tr.task_run_id, tr.dispatch_id, tr.attempt, v_queue.name,
+        (select t.handler from flowforge.task t where t.task_id = tr.task_id),
+        (select r.labels ->> 'traceparent' from flowforge.run r where r.run_id = tr.run_id), v_now, v_now
+    from flowforge.task_run tr where tr.task_run_id = any (v_ids) and tr.state = 'ready'
+    order by tr.priority desc, tr.task_run_id;
+    get diagnostics v_dispatched = row_count;
+    return v_dispatched;
+end
+$$;
+comment on function flowforge._fill_window(bigint, bigint) is
+    'Dispatches task runs of one queue, up to its window: ready, a new dispatch id, an order to publish.';
+
+create or replace function flowforge.dispatch_ready(max_rows bigint default 500) returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    v_queue_id bigint;
+    v_promoted bigint;
+    v_dispatched bigint := 0;
+begin
+    perform flowforge._check_count('max_rows', dispatch_ready.max_rows);
+    v_promoted := flowforge._promote_delayed(flowforge._clock(), dispatch_ready.max_rows);
+    for v_queue_id in
+        select q.queue_id from flowforge.queue q
+        where q.paused_at is null
+            and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible' limit 1)
+        order by q.queue_id
+    loop
+        exit when v_dispatched >= dispatch_ready.max_rows;
+        v_dispatched := v_dispatched + flowforge._fill_window(v_queue_id, dispatch_ready.max_rows - v_dispatched);
+    end loop;
+    if v_dispatched > 0 then
+        perform flowforge._wake_delivery();
+    end if;
+    return v_promoted + v_dispatched;
+end
+$$;
+comment on function flowforge.dispatch_ready(bigint) is
+    'Moves due task runs into line, then dispatches eligible ones queue by queue into their windows, by priority. Answers how many it moved; 0 when there is nothing to do now. Raises WF001.';
+
+create or replace function flowforge.next_due() returns interval
+language sql volatile security definer
+set search_path = pg_catalog, pg_temp
+begin atomic
+    select (select tr.available_at from flowforge.task_run tr where tr.stage = 'delayed' order by tr.available_at limit 1)
+        - flowforge._clock();
+end;
+comment on function flowforge.next_due() is
+    'Time until the next delayed task run becomes due; null when none waits, 0 or less when one is due.';
+
+create or replace function flowforge.declare_scheduler(asleep boolean) returns void
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if declare_scheduler.asleep is null then
+        raise exception using errcode = 'WF001', message = 'declare_scheduler: asleep must not be null';
+    end if;
+    update flowforge.scheduler s set asleep = declare_scheduler.asleep
+    where s.one_row and s.asleep <> declare_scheduler.asleep;
+end
+$$;
+comment on function flowforge.declare_scheduler(boolean) is
+    'A scheduler tells the writers whether to wake it. Before a long sleep: declare true, wait a moment, scan again, sleep; with work again: false. Raises WF001.';

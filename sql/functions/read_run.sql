@@ -1,0 +1,51 @@
+-- run_result, task_output: what a client asks of its run. Lock nothing. Raise WF002.
+
+create or replace function flowforge.run_result(run_id bigint)
+returns table (workflow text, version bigint, state text, created_at timestamptz, finished_at timestamptz, outputs jsonb, errors jsonb)
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+begin
+    return query
+        select w.name, wv.version, r.state::text, r.created_at, r.finished_at, x.outputs, x.errors
+        from flowforge.run r
+        join flowforge.workflow w on w.workflow_id = r.workflow_id
+        join flowforge.workflow_version wv on wv.workflow_version_id = r.workflow_version_id
+        left join lateral (
+            select coalesce(jsonb_object_agg(t.name, tr.output) filter (where tr.state = 'succeeded' and not exists (
+                    select from flowforge.task_dependency d where d.upstream_task_id = t.task_id)), '{}') as outputs,
+                coalesce(jsonb_object_agg(t.name, coalesce(tr.error, '')) filter (where tr.state = 'failed'), '{}') as errors
+            from flowforge.task_run tr join flowforge.task t on t.task_id = tr.task_id
+            where tr.run_id = r.run_id and tr.map_index is null) x on r.finished_at is not null
+        where r.run_id = run_result.run_id;
+    if not found then
+        raise exception using errcode = 'WF002', message = format('there is no run %s', coalesce(run_result.run_id::text, 'null'));
+    end if;
+end
+$$;
+comment on function flowforge.run_result(bigint) is
+    'State of a run and, once it has ended, outputs of its succeeded last tasks (those nothing depends on) and errors of its failed ones, by task name. Raises WF002.';
+
+create or replace function flowforge.task_output(run_id bigint, task text) returns jsonb
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+    v_output jsonb;
+begin
+    select tr.output into v_output
+    from flowforge.run r
+    join flowforge.task t on t.workflow_version_id = r.workflow_version_id and t.name = task_output.task
+    join flowforge.task_run tr on tr.run_id = r.run_id and tr.task_id = t.task_id and tr.map_index is null
+    where r.run_id = task_output.run_id;
+    if not found then
+        raise exception using errcode = 'WF002',
+            message = format('there is no task %s in run %s', flowforge._quoted(task_output.task), coalesce(task_output.run_id::text, 'null'));
+    end if;
+    return v_output;
+end
+$$;
+comment on function flowforge.task_output(bigint, text) is
+    'Output of a task of a run; null while it has not succeeded. Raises WF002.';

@@ -1,0 +1,150 @@
+-- redispatch_lost, redispatch, fail_undeliverable, sweep_outbox: the scheduler keeps ready task runs and orders in step.
+--
+-- Each locks task runs first, then outbox rows, skipping locked ones (redispatch by an operator too: what is locked is
+-- being claimed or moved). Dispatch ids never change here. Safe to repeat. Raise WF001, WF002.
+
+create or replace function flowforge.redispatch_lost(max_rows bigint default 500) returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    v_now timestamptz := flowforge._clock();
+    v_ids bigint[];
+    v_lost bigint[];
+begin
+    perform flowforge._check_count('max_rows', redispatch_lost.max_rows);
+    -- Walks the windows, which are bounded.
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.stage = 'dispatched' and tr.redispatch_at <= v_now
+        limit redispatch_lost.max_rows for no key update skip locked);
+    if v_ids = '{}' then
+        return 0;
+    end if;
+    -- Not lost: an order that is still to be published, or one published only lately.
+    v_lost := array(
+        select tr.task_run_id from flowforge.task_run tr
+        where tr.task_run_id = any (v_ids) and tr.state = 'ready'
+            and not coalesce((select bool_or(coalesce(o.published_at + flowforge._redispatch_delay(tr.queue_id) > v_now, true))
+                              from flowforge.outbox o where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id), false)
+        order by tr.task_run_id);
+    update flowforge.task_run tr
+    set redispatches = tr.redispatches + (tr.task_run_id = any (v_lost))::int,
+        redispatch_at = v_now + flowforge._redispatch_delay(tr.queue_id)
+            * power(2, case when tr.task_run_id = any (v_lost) then least(tr.redispatches + 1, 5) else 0 end::double precision)
+    where tr.task_run_id = any (v_ids) and tr.state = 'ready';
+    if v_lost <> '{}' then
+        perform flowforge._arm(v_lost, v_now);
+        perform flowforge._wake_delivery();
+    end if;
+    return cardinality(v_lost);
+end
+$$;
+comment on function flowforge.redispatch_lost(bigint) is
+    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times), or have no order at all. Answers how many. Raises WF001.';
+
+create or replace function flowforge.redispatch(queue text) returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+    v_now timestamptz := flowforge._clock();
+    v_queue_id bigint := (select q.queue_id from flowforge.queue q where q.name = redispatch.queue);
+    v_ids bigint[];
+begin
+    if v_queue_id is null then
+        raise exception using errcode = 'WF002', message = format('there is no queue %s', flowforge._quoted(redispatch.queue));
+    end if;
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.queue_id = v_queue_id and tr.stage = 'dispatched' order by tr.task_run_id for no key update skip locked);
+    update flowforge.task_run tr set redispatch_at = v_now + flowforge._redispatch_delay(v_queue_id)
+    where tr.task_run_id = any (v_ids) and tr.state = 'ready';
+    perform flowforge._arm(v_ids, v_now);
+    perform flowforge._wake_delivery();
+    return cardinality(v_ids);
+end
+$$;
+comment on function flowforge.redispatch(text) is
+    'Arms every ready task run of a queue again at once, as after the broker lost its messages. Harmless when it did not: doubled messages are recognised. Answers how many are armed. Raises WF002.';
+
+create or replace function flowforge.fail_undeliverable(max_rows bigint default 500) returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    v_now timestamptz := flowforge._clock();
+    v_ids bigint[];
+    v_parked bigint[];
+begin
+    perform flowforge._check_count('max_rows', fail_undeliverable.max_rows);
+    -- Not started in time, or with nothing to publish but what was parked. The windows and the parked rows are few.
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.stage = 'dispatched' and tr.start_deadline <= v_now
+        limit fail_undeliverable.max_rows for no key update skip locked);
+    v_parked := array(
+        select l.task_run_id
+        from (select distinct o.task_run_id from flowforge.outbox o where o.parked_at is not null
+              order by o.task_run_id limit fail_undeliverable.max_rows) p
+        cross join lateral (select tr.task_run_id from flowforge.task_run tr
+            where tr.task_run_id = p.task_run_id and tr.state = 'ready' for no key update skip locked) l);
+    v_parked := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.task_run_id = any (v_parked) and tr.state = 'ready'
+            and (select bool_and(o.parked_at is not null) from flowforge.outbox o
+                 where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id));
+    update flowforge.task_run tr
+    set state = 'failed', stage = 'unsettled', finished_at = v_now, redispatch_at = null, start_deadline = null,
+        error = case when tr.task_run_id = any (v_parked)
+            then 'the message cannot be published: ' || (select o.last_error from flowforge.outbox o
+                where o.task_run_id = tr.task_run_id and o.parked_at is not null order by o.outbox_id limit 1)
+            else format('not started within %s s', extract(epoch from tr.start_deadline - tr.ready_at)::double precision) end
+    where tr.task_run_id = any (v_ids || v_parked) and tr.state = 'ready';
+    if v_ids <> '{}' or v_parked <> '{}' then
+        perform flowforge._wake_scheduler();
+    end if;
+    return cardinality(v_ids || v_parked);
+end
+$$;
+comment on function flowforge.fail_undeliverable(bigint) is
+    'Fails ready task runs whose message can never be published, or that were not started within start_within. Answers how many. Raises WF001.';
+
+create or replace function flowforge.sweep_outbox(max_rows bigint default 2000) returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    v_ids bigint[];
+    v_swept bigint;
+begin
+    perform flowforge._check_count('max_rows', sweep_outbox.max_rows);
+    v_ids := array(
+        select o.outbox_id from flowforge.outbox o
+        where (select tr.state = 'ready' and tr.dispatch_id = o.dispatch_id
+               from flowforge.task_run tr where tr.task_run_id = o.task_run_id) is not true
+            or o.parked_at is not null
+        order by o.outbox_id limit sweep_outbox.max_rows for update skip locked);
+    -- Judged again now that the rows are locked: a task run given back meanwhile may have come to rely on its row.
+    delete from flowforge.outbox o
+    where o.outbox_id = any (v_ids)
+        and ((select tr.state = 'ready' and tr.dispatch_id = o.dispatch_id
+              from flowforge.task_run tr where tr.task_run_id = o.task_run_id) is not true
+            or o.parked_at is not null and exists (
+                select from flowforge.outbox other
+                where other.task_run_id = o.task_run_id and other.dispatch_id = o.dispatch_id and other.parked_at is null));
+    get diagnostics v_swept = row_count;
+    return v_swept;
+end
+$$;
+comment on function flowforge.sweep_outbox(bigint) is
+    'Deletes orders whose task run is no longer ready under their dispatch id, and parked ones that another order replaces. Answers how many. Raises WF001.';

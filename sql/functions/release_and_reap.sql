@@ -1,0 +1,219 @@
+-- release_task_run, reap_expired_leases: a running task run is given back, by its worker or by the scheduler.
+--
+-- Both lock only running task runs (release: under the token; the reaper: expired ones, skipping locked), then outbox
+-- rows (skipping locked). The dispatch id stays: the same attempt is offered again. Release is safe to repeat (answers
+-- fenced), reaping too. Raise WF001.
+
+create or replace function flowforge._arm(p_task_run_ids bigint[], p_now timestamptz) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_armed bigint[];
+begin
+    -- An earlier order that is still unpublished serves, but only if it can be locked: a publisher or the sweep may
+    -- otherwise be about to mark or delete it. It is never changed.
+    v_armed := array(
+        select l.task_run_id from unnest(p_task_run_ids) u (task_run_id)
+        cross join lateral (
+            select o.task_run_id from flowforge.outbox o
+            where o.task_run_id = u.task_run_id and o.published_at is null and o.parked_at is null
+                and o.dispatch_id = (select tr.dispatch_id from flowforge.task_run tr where tr.task_run_id = u.task_run_id)
+            order by o.outbox_id limit 1 for update skip locked) l);
+    insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
+    select tr.task_run_id, tr.dispatch_id, tr.attempt,
+        (select q.name from flowforge.queue q where q.queue_id = tr.queue_id),
+        (select t.handler from flowforge.task t where t.task_id = tr.task_id),
+        (select r.labels ->> 'traceparent' from flowforge.run r where r.run_id = tr.run_id),
+        greatest(tr.available_at, p_now), p_now
+    from flowforge.task_run tr
+    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'ready' and tr.task_run_id <> all (v_armed)
+    order by tr.task_run_id;
+end
+$$;
+comment on function flowforge._arm(bigint[], timestamptz) is
+    'Makes sure that ready task runs locked by the caller have an order to publish in the outbox.';
+
+create or replace function flowforge._redispatch_delay(p_queue_id bigint) returns interval
+language sql stable
+set search_path = pg_catalog, pg_temp
+begin atomic
+    -- Twice what the window takes to drain at the recent pace, at most ten times the setting.
+    select greatest(q.redispatch_delay,
+        least(make_interval(secs => 2 * q.sampled_window / greatest(q.drain_rate, 0.001)),
+              case when q.drain_rate > 0 then 10 else 1 end * q.redispatch_delay))
+    from flowforge.queue q where q.queue_id = p_queue_id;
+end;
+comment on function flowforge._redispatch_delay(bigint) is
+    'How long a dispatch of a queue may stay unclaimed: its setting, or longer while a full window drains slowly.';
+
+create or replace function flowforge._give_back(
+    p_task_run_ids bigint[], p_outcome text, p_reason text, p_counted boolean, p_delays interval[], p_now timestamptz)
+returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_states text[];
+    v_delays interval[] := p_delays;
+begin
+    select array_agg(
+            case
+                when (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is not null then 'cancelled'
+                when p_counted and tr.reaps + 1 > (select t.max_reaps from flowforge.task t where t.task_id = tr.task_id) then 'failed'
+                else 'ready'
+            end order by tr.task_run_id),
+        -- Offered again at once the first time, then after 5 s, 10 s, 20 s … at most 5 minutes.
+        coalesce(p_delays, array_agg(case when tr.reaps = 0 then interval '0'
+            else make_interval(secs => least(300, 5 * power(2, least(tr.reaps - 1, 10)::double precision))) end order by tr.task_run_id))
+    into v_states, v_delays
+    from flowforge.task_run tr where tr.task_run_id = any (p_task_run_ids);
+
+    if p_outcome is not null then
+        insert into flowforge.attempt (task_run_id, attempt, fencing_token, dispatch_id, outcome, answered, owner, started_at, ended_at, error)
+        select tr.task_run_id, tr.attempt, tr.fencing_token, tr.dispatch_id, p_outcome, false, tr.lease_owner, tr.started_at, p_now, p_reason
+        from flowforge.task_run tr where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running';
+    end if;
+
+    update flowforge.task_run tr
+    set (state, stage, available_at, redispatch_at, start_deadline, finished_at, error) = (
+            select n.state::flowforge.task_run_state,
+                case when n.state = 'ready' then 'dispatched' else 'unsettled' end::flowforge.task_run_stage,
+                case when n.state = 'ready' then p_now + n.delay else tr.available_at end,
+                case when n.state = 'ready' then p_now + n.delay + flowforge._redispatch_delay(tr.queue_id) end,
+                case when n.state = 'ready' then p_now + n.delay + (select t.start_within from flowforge.task t where t.task_id = tr.task_id) end,
+                case when n.state <> 'ready' then p_now end,
+                case n.state
+                    when 'failed' then format('%s %s times: given up after %s executions without an answer', p_reason, tr.reaps + 1, tr.reaps + 1)
+                    when 'cancelled' then 'the run was cancelled'
+                    else tr.error
+                end
+            from (select v_states[flowforge._position(p_task_run_ids, tr.task_run_id)] as state,
+                         v_delays[flowforge._position(p_task_run_ids, tr.task_run_id)] as delay) n),
+        reaps = tr.reaps + p_counted::int, redispatches = 0,
+        claim_id = null, lease_owner = null, lease_expires_at = null, lease_length = null, deadline = null
+    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running';
+    perform flowforge._arm(p_task_run_ids, p_now);
+    perform flowforge._wake_delivery();
+end
+$$;
+comment on function flowforge._give_back(bigint[], text, text, boolean, interval[], timestamptz) is
+    'Locked running task runs (ids ascending) become ready again under the same dispatch id, or cancelled in a cancelled run, or failed beyond max_reaps when this counts as a reap. p_outcome: how to record the execution; null: not at all.';
+
+create or replace function flowforge.release_task_run(task_run_id bigint, fencing_token bigint, reason text) returns text
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+declare
+    v_now timestamptz;
+    v_unknown_since timestamptz;
+    v_handler text;
+    v_state flowforge.task_run_state;
+begin
+    if (release_task_run.reason in ('unstarted', 'shutdown', 'crashed', 'unknown_handler')) is not true then
+        raise exception using errcode = 'WF001', message = format('release: reason %s is not allowed', flowforge._quoted(release_task_run.reason)),
+            hint = 'Allowed are unstarted, shutdown, crashed and unknown_handler.';
+    end if;
+    if release_task_run.task_run_id is null or release_task_run.fencing_token is null then
+        raise exception using errcode = 'WF001', message = 'release: task_run_id and fencing_token must not be null';
+    end if;
+    perform from flowforge.task_run tr
+    where tr.task_run_id = release_task_run.task_run_id and tr.state = 'running' and tr.fencing_token = release_task_run.fencing_token
+    for no key update;
+    if not found then
+        return 'fenced';
+    end if;
+    v_now := flowforge._clock();
+
+    if release_task_run.reason = 'crashed' then
+        perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', 'the process running the handler died', true, null, v_now);
+    elsif release_task_run.reason = 'unknown_handler' then
+        -- A rolling deploy may bring the handler soon: ask again with a growing delay, for 15 minutes.
+        update flowforge.task_run tr set unknown_handler_since = coalesce(tr.unknown_handler_since, v_now)
+        where tr.task_run_id = release_task_run.task_run_id and tr.state = 'running' and tr.fencing_token = release_task_run.fencing_token
+        returning tr.unknown_handler_since, (select t.handler from flowforge.task t where t.task_id = tr.task_id)
+        into v_unknown_since, v_handler;
+        if v_now - v_unknown_since >= interval '15 minutes' then
+            perform flowforge._end_attempt(array[release_task_run.task_run_id], array['failed'],
+                array[format('no worker knew the handler %s for 15 minutes', flowforge._quoted(v_handler))], array[false], false, v_now);
+            perform flowforge._wake_scheduler();
+        else
+            perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false,
+                array[least(interval '60 s', greatest(interval '1 s', (v_now - v_unknown_since) / 2 * (1 + random() / 4)))], v_now);
+        end if;
+    else
+        perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false, array[interval '0'], v_now);
+    end if;
+    select tr.state into v_state from flowforge.task_run tr where tr.task_run_id = release_task_run.task_run_id;
+    if v_state in ('cancelled', 'failed') then
+        perform flowforge._wake_scheduler();
+        return v_state;
+    end if;
+    return 'released';
+end
+$$;
+comment on function flowforge.release_task_run(bigint, bigint, text) is
+    'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (not counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
+
+create or replace function flowforge.reap_expired_leases(max_rows bigint default 500) returns bigint
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+    v_now timestamptz;
+    v_ticked_at timestamptz;
+    v_ids bigint[];
+    v_timed_out bigint[];
+    v_expired bigint[];
+begin
+    perform flowforge._check_count('max_rows', reap_expired_leases.max_rows);
+    select s.reaper_ticked_at into v_ticked_at from flowforge.scheduler s for no key update;
+    v_now := flowforge._clock();
+    update flowforge.scheduler s set reaper_ticked_at = v_now where s.one_row;
+
+    if v_now - v_ticked_at > interval '10 s' then
+        -- While nobody reaped, the database or the network may have been away, and workers could not renew: every
+        -- lease gets its own length anew, once, from this first tick after the gap.
+        v_ids := array(select tr.task_run_id from flowforge.task_run tr
+            where tr.lease_expires_at is not null order by tr.lease_expires_at for no key update skip locked);
+        update flowforge.task_run tr
+        set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
+        where tr.task_run_id = any (v_ids) and tr.state = 'running';
+    end if;
+
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.lease_expires_at <= v_now order by tr.lease_expires_at
+        limit reap_expired_leases.max_rows for no key update skip locked);
+    if v_ids = '{}' then
+        return 0;
+    end if;
+    -- Judged again now that the rows are locked: a worker may have finished or renewed in between.
+    select coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where tr.deadline <= v_now), '{}'),
+        coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where (tr.deadline <= v_now) is not true), '{}')
+    into v_timed_out, v_expired
+    from flowforge.task_run tr
+    where tr.task_run_id = any (v_ids) and tr.state = 'running' and tr.lease_expires_at <= v_now;
+
+    if v_timed_out <> '{}' then
+        perform flowforge._end_attempt(v_timed_out, array_fill('timed_out'::text, array[cardinality(v_timed_out)]),
+            (select array_agg(format('time limit of %s s exceeded', extract(epoch from tr.deadline - tr.started_at)::double precision)
+                              order by tr.task_run_id)
+             from flowforge.task_run tr where tr.task_run_id = any (v_timed_out)),
+            array_fill(true, array[cardinality(v_timed_out)]), false, v_now);
+    end if;
+    if v_expired <> '{}' then
+        perform flowforge._give_back(v_expired, 'lease_expired', 'lease expired, worker lost', true, null, v_now);
+    end if;
+    perform flowforge._wake_scheduler();
+    return cardinality(v_timed_out) + cardinality(v_expired);
+end
+$$;
+comment on function flowforge.reap_expired_leases(bigint) is
+    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks it first gives every lease its length anew. Answers how many it took. Raises WF001.';
