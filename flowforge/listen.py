@@ -82,18 +82,18 @@ class Listener(Thread):
         self._application = f"flowforge {name} listen"
         self._check_every, self._connect_timeout = check_every, connect_timeout
         self._log = log.of(name)
-        self._stop = Waker()
+        self._ending = Waker()
 
     def close(self) -> None:
         """End the thread; returns when it has ended (at the latest after the time-out of a connection
         attempt)."""
-        self._stop.set()
+        self._ending.set()
         if self.is_alive():
             self.join()
 
     def run(self) -> None:
         backoff, tested, lost = db.Backoff(), False, False
-        while not self._stop.is_set():
+        while not self._ending.is_set():
             try:
                 with self._connect() as conn:
                     if not tested and not self._hears(conn):
@@ -114,7 +114,7 @@ class Listener(Thread):
                 if not lost:
                     self._log.warning("listening connection lost; reconnecting", error=type(exc).__name__)
                 lost = True
-                self._stop.wait(backoff.next())
+                self._ending.wait(backoff.next())
             finally:
                 self.listening.clear()
 
@@ -138,7 +138,7 @@ class Listener(Thread):
 
     def _relay(self, conn: db.Connection) -> None:
         """Call `wake` for what arrives, until asked to stop; a lost connection raises."""
-        stop, notes = self._stop.fileno(), conn.fileno()
+        stop, notes = self._ending.fileno(), conn.fileno()
         while True:
             ready, _, _ = select.select([stop, notes], [], [], self._check_every)
             if stop in ready:
