@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -275,7 +276,8 @@ database = postgres.PostgresServer(*postgres.binaries(sys.argv[1]))
 broker = rabbitmq.RabbitServer()
 database.start()
 broker.start()
-print(*descendants(os.getpid()), flush=True)
+print(*descendants(os.getpid()))
+print(database.directory, broker.directory, flush=True)
 sys.stdin.read()
 """
 
@@ -291,11 +293,14 @@ def test_no_server_outlives_a_killed_test_run(request: pytest.FixtureRequest) ->
     ) as starter:
         assert starter.stdout is not None
         processes = [int(pid) for pid in starter.stdout.readline().split()]
+        directories = starter.stdout.readline().split()
         names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes}
         assert {"postgres", "beam.smp", "epmd"} <= names
         os.kill(starter.pid, signal.SIGKILL)
         starter.wait()
     wait_until(lambda: not any(map(is_alive, processes)), "the servers' end")
+    for directory in directories:
+        shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("apt_get", [None, "#!/bin/sh\necho no route to the mirror >&2\nexit 100\n"])

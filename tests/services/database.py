@@ -1,14 +1,14 @@
 """One migrated database as a template, a copy of it for each test, and a clock that a test sets."""
 
-import importlib
-import importlib.util
 import uuid
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from psycopg import sql
+from psycopg import connect, sql
+from psycopg.conninfo import make_conninfo
 
+from flowforge.migrate import migrate
 from tests.services.postgres import Connection, PostgresServer
 
 TRANSITIONS = Path(__file__).with_name("transitions.sql")
@@ -108,28 +108,7 @@ class Clock:
 
 def prepare_template(host: str, port: int, user: str, dbname: str, password: str, autocommit: bool) -> None:
     """Migrate the template and have it reject forbidden state transitions; called by pytest-postgresql."""
-    from psycopg import connect
-    from psycopg.conninfo import make_conninfo
-
     dsn = make_conninfo("", host=host, port=port, user=user, dbname=dbname, password=password)
-    if importlib.util.find_spec("flowforge.migrate") is None:
-        _load_files(dsn)
-    else:
-        importlib.import_module("flowforge.migrate").migrate(dsn)
+    migrate(dsn)
     with connect(dsn, autocommit=autocommit) as connection:
         connection.execute(TRANSITIONS.read_bytes())
-
-
-def _load_files(dsn: str) -> None:
-    from psycopg import connect
-
-    root = Path(__file__).resolve().parents[2] / "sql"
-    with connect(dsn) as connection:
-        for role in ("owner", "client", "worker", "scheduler", "publisher", "operator", "reader"):
-            connection.execute(sql.SQL("create role {}").format(sql.Identifier(f"flowforge_{role}")))
-        connection.execute("create schema flowforge; set check_function_bodies = off")
-        for path in [
-            *sorted((root / "migrations").glob("*.sql")),
-            *sorted((root / "functions").glob("*.sql")),
-        ]:
-            connection.execute(path.read_bytes())

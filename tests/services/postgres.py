@@ -86,13 +86,13 @@ class PostgresServer:
         self.port = free_port()
         self.password = secrets.token_hex(8)
         self.process: subprocess.Popen[bytes] | None = None
-        self._directory = Path(tempfile.mkdtemp(prefix="flowforge-pg-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="flowforge-pg-"))
         self._env = {key: value for key, value in os.environ.items() if not key.startswith("PG")}
         self._env |= {"LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
         self._account = _unprivileged_account() if os.getuid() == 0 else None
-        self.host = str(self._directory)
-        self.log_file = self._directory / "log"
-        self.data = self._directory / "data"
+        self.host = str(self.directory)
+        self.log_file = self.directory / "log"
+        self.data = self.directory / "data"
         self._initdb()
         self.configure(
             {
@@ -125,10 +125,10 @@ class PostgresServer:
         return int((self.data / "PG_VERSION").read_text())
 
     def _initdb(self) -> None:
-        passwords = self._directory / "password"
+        passwords = self.directory / "password"
         passwords.write_text(self.password)
         if self._account:
-            for path in (self._directory, passwords):
+            for path in (self.directory, passwords):
                 os.chown(path, self._account.pw_uid, self._account.pw_gid)
         subprocess.run(
             [
@@ -215,7 +215,7 @@ class PostgresServer:
     def remove(self) -> None:
         """Kill the server and delete its data."""
         self.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def log(self) -> str:
         """The server's whole log."""

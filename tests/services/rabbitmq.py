@@ -97,12 +97,10 @@ class RabbitServer(Broker):
         self.port, distribution_port, self._epmd_port = free_port(), free_port(), free_port()
         password = secrets.token_hex(8)
         super().__init__(f"amqp://flowforge:{password}@127.0.0.1:{self.port}/%2F")
-        self._directory = Path(tempfile.mkdtemp(prefix="flowforge-mq-"))
-        (self._directory / "plugins").write_text("[].\n")
-        (self._directory / "rabbitmq.conf").write_text(
-            CONFIGURATION.format(port=self.port, password=password)
-        )
-        self._output = self._directory / "output"
+        self.directory = Path(tempfile.mkdtemp(prefix="flowforge-mq-"))
+        (self.directory / "plugins").write_text("[].\n")
+        (self.directory / "rabbitmq.conf").write_text(CONFIGURATION.format(port=self.port, password=password))
+        self._output = self.directory / "output"
         self._env = {
             k: v for k, v in os.environ.items() if not k.startswith(("RABBITMQ_", "ERL_", "NOTIFY_"))
         }
@@ -110,16 +108,16 @@ class RabbitServer(Broker):
             "PATH": f"{root / 'usr/lib/erlang/bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "LD_LIBRARY_PATH": debian.library_path(root),
             "LC_ALL": "C.UTF-8",
-            "HOME": str(self._directory),
+            "HOME": str(self.directory),
             "ERL_EPMD_PORT": str(self._epmd_port),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": f"flowforge{self.port}@localhost",
             "RABBITMQ_DIST_PORT": str(distribution_port),
             "RABBITMQ_CONF_ENV_FILE": "/dev/null",
-            "RABBITMQ_CONFIG_FILE": str(self._directory / "rabbitmq.conf"),
-            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self._directory / "plugins"),
-            "RABBITMQ_MNESIA_BASE": str(self._directory / "data"),
-            "RABBITMQ_LOG_BASE": str(self._directory / "log"),
+            "RABBITMQ_CONFIG_FILE": str(self.directory / "rabbitmq.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.directory / "plugins"),
+            "RABBITMQ_MNESIA_BASE": str(self.directory / "data"),
+            "RABBITMQ_LOG_BASE": str(self.directory / "log"),
             # The start script then becomes the broker instead of watching it, so that the broker is our
             # child.
             "RABBITMQ_ALLOW_INPUT": "1",
@@ -192,11 +190,11 @@ class RabbitServer(Broker):
         self.kill()
         if self._epmd is not None and self._epmd.poll() is None:
             kill_tree(self._epmd)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def log(self) -> str:
         """What the broker printed and logged."""
-        files = [self._output, *sorted((self._directory / "log").glob("*.log"))]
+        files = [self._output, *sorted((self.directory / "log").glob("*.log"))]
         return "".join(file.read_text(errors="replace") for file in files if file.exists())
 
     def ctl(self, *arguments: str) -> str:
