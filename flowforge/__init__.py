@@ -1,1 +1,56 @@
-"""FlowForge: a durable workflow engine whose correctness lives in PostgreSQL."""
+"""FlowForge: a durable workflow engine whose correctness lives in PostgreSQL.
+
+The names below are the public surface, together with `flowforge.errors`. Each is imported when first asked
+for, so that a program pays only for what it uses.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowforge.client import Client, Defined, RunResult
+    from flowforge.context import Context
+    from flowforge.definition import Retry, Task, Workflow
+    from flowforge.errors import Cancelled, FlowForgeError, PermanentError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cancelled": "errors",
+    "Client": "client",
+    "Context": "context",
+    "Defined": "client",
+    "FlowForgeError": "errors",
+    "PermanentError": "errors",
+    "Retry": "definition",
+    "RunResult": "client",
+    "Task": "definition",
+    "Workflow": "definition",
+}
+
+__all__ = [
+    "Cancelled",
+    "Client",
+    "Context",
+    "Defined",
+    "FlowForgeError",
+    "PermanentError",
+    "Retry",
+    "RunResult",
+    "Task",
+    "Workflow",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

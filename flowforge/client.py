@@ -1,0 +1,332 @@
+"""The client: define and trigger workflows, wait for runs, cancel and retry them.
+
+One connection, taken in turn by the threads that share the client. A call whose connection turned out dead is
+repeated once on a new one when repeating it changes nothing: otherwise nobody could tell whether it took
+effect, and the error says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+import psycopg
+
+from flowforge import db
+from flowforge.config import Config
+from flowforge.definition import Duration, Workflow, seconds
+from flowforge.errors import (
+    ConfigError,
+    FlowForgeError,
+    InvalidArgument,
+    NotStorable,
+    WaitTimeout,
+    from_database,
+)
+
+_FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.01, 1.5, 0.25
+_IDLE_BEFORE_CHECK = 1.0
+
+
+class _Unset(enum.Enum):
+    UNSET = enum.auto()
+
+
+_UNSET = _Unset.UNSET
+
+
+@dataclass(frozen=True)
+class Defined:
+    """What became of a definition: its workflow, its version, and whether that version is new."""
+
+    workflow: str
+    version: int
+    created: bool
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run as it stood when asked.
+
+    state: running, succeeded, failed or cancelled. Once the run has ended, `outputs` holds the outputs of the
+    succeeded tasks that nothing depends on, and `errors` the errors of the failed ones, by task.
+    """
+
+    run_id: int
+    workflow: str
+    version: int
+    state: Literal["running", "succeeded", "failed", "cancelled"]
+    created_at: datetime
+    finished_at: datetime | None
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+    errors: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended, however."""
+        return self.state != "running"
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run has ended well."""
+        return self.state == "succeeded"
+
+
+class Client:
+    """A connection to FlowForge's database for programs that trigger workflows.
+
+    Thread-safe; a context manager; connects at the first call. Every method may raise a
+    `flowforge.errors.DatabaseError`, in particular NotFound for an unknown workflow, run or task,
+    InvalidArgument, LimitExceeded and DatabaseUnavailable. NotStorable is raised before anything is sent,
+    when a value is not JSON that PostgreSQL can keep.
+    """
+
+    def __init__(self, dsn: str | None = None) -> None:
+        """`dsn` is a PostgreSQL connection string; FLOWFORGE_DATABASE_URL when left out.
+
+        Raises ConfigError when there is neither.
+        """
+        self._dsn = dsn or Config.from_environment().database_url
+        if not self._dsn:
+            raise ConfigError("no database: give Client a connection string, or set FLOWFORGE_DATABASE_URL")
+        self._lock = threading.Lock()
+        self._connection: db.Connection | None = None
+        self._used_at = 0.0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection. Later calls are refused."""
+        with self._lock:
+            self._closed = True
+            self._drop()
+
+    def define(self, workflow: Workflow | Mapping[str, Any]) -> Defined:
+        """Registers a workflow, or a definition as the database takes it.
+
+        New content becomes the current version; known content changes nothing. Raises InvalidDefinition.
+        """
+        spec = workflow.spec() if isinstance(workflow, Workflow) else workflow
+        [row] = self._call(
+            "select workflow, version, created from flowforge.define_workflow(spec => %s::jsonb)",
+            [_json(spec, "definition")],
+            repeatable=True,
+        )
+        return Defined(*row)
+
+    def trigger(
+        self,
+        workflow: Workflow | str,
+        input: object = _UNSET,  # noqa: A002 - the database's own word
+        *,
+        idempotency_key: str | None = None,
+        version: int | None = None,
+        priority: int = 0,
+        delay: Duration = 0,
+        labels: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Creates a run and returns its id.
+
+        input: any JSON value; an empty object when left out.
+        idempotency_key: triggering again with the same key and input gives the same run.
+        version: the version to run; the current one when left out.
+        priority: the larger goes first. delay: the time before anything of the run is dispatched.
+        labels: free JSON, kept with the run.
+
+        Raises IdempotencyConflict for a key used before with another input.
+        """
+        [(run_id,)] = self._call(
+            "select flowforge.trigger(workflow => %s, input => %s::jsonb, idempotency_key => %s, "
+            "version => %s::bigint, priority => %s::bigint, delay => %s::interval, labels => %s::jsonb)",
+            [
+                _name_of(workflow),
+                _json({} if input is _UNSET else input, "input"),
+                idempotency_key,
+                version,
+                priority,
+                _interval(delay),
+                _json(labels or {}, "labels"),
+            ],
+            repeatable=idempotency_key is not None,
+        )
+        return int(run_id)
+
+    def trigger_many(
+        self,
+        workflow: Workflow | str,
+        inputs: Sequence[object],
+        *,
+        idempotency_keys: Sequence[str] | None = None,
+    ) -> list[int]:
+        """Creates one run for each input, in one transaction; returns their ids in the order of the inputs.
+
+        idempotency_keys: one for each input. Raises as `trigger` does; then no run is created.
+        """
+        rows = self._call(
+            "select flowforge.trigger_many(workflow => %s, inputs => %s::jsonb[], "
+            "idempotency_keys => %s::text[])",
+            [
+                _name_of(workflow),
+                [_json(value, f"inputs[{position}]") for position, value in enumerate(inputs)],
+                None if idempotency_keys is None else list(idempotency_keys),
+            ],
+            repeatable=idempotency_keys is not None,
+        )
+        return list(rows[0][0])
+
+    def wait(self, run_id: int, *, timeout: Duration | None = None) -> RunResult:
+        """Waits until the run has ended, however it ends; for ever when `timeout` is left out.
+
+        Raises WaitTimeout when the run goes on after `timeout`.
+        """
+        limit = None if timeout is None else seconds(timeout, "timeout")
+        deadline = None if limit is None else time.monotonic() + limit
+        pause = _FIRST_POLL
+        while not (result := self.result(run_id)).ended:
+            left = pause if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise WaitTimeout(
+                    f"run {run_id} of workflow {result.workflow!r} has not ended after {limit} s"
+                )
+            time.sleep(min(pause, left))
+            pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
+        return result
+
+    @overload
+    def result(self, run_id: int) -> RunResult: ...
+
+    @overload
+    def result(self, run_id: int, task: str) -> Any: ...
+
+    def result(self, run_id: int, task: str | None = None) -> Any:
+        """The run as it stands, without waiting; or one task's output, None while it has not succeeded."""
+        if task is not None:
+            [(output,)] = self._call(
+                "select flowforge.task_output(run_id => %s::bigint, task => %s)",
+                [run_id, task],
+                repeatable=True,
+            )
+            return output
+        rows = self._call(
+            "select workflow, version, state, created_at, finished_at, "
+            "coalesce(outputs, '{}'), coalesce(errors, '{}') from flowforge.run_result(run_id => %s::bigint)",
+            [run_id],
+            repeatable=True,
+        )
+        return RunResult(run_id, *rows[0])
+
+    def cancel(self, run_id: int, *, reason: str | None = None) -> bool:
+        """Asks for the run to be cancelled. False when that was asked for before, or the run has ended."""
+        [(changed,)] = self._call(
+            "select flowforge.cancel_run(run_id => %s::bigint, reason => %s)",
+            [run_id, reason],
+            repeatable=True,
+        )
+        return bool(changed)
+
+    def retry(self, run_id: int, *, from_task: str | None = None, request_id: str | None = None) -> int:
+        """Runs again what failed or was cancelled, and what was skipped because of it; returns how many task
+        runs were reset. Needs the operator's role.
+
+        from_task: that task and everything below it, whatever became of them.
+        request_id: asking again with the same one resets nothing further.
+        Raises StateConflict while something to reset is under way.
+        """
+        [(count,)] = self._call(
+            "select flowforge.retry_run(run_id => %s::bigint, from_task => %s, request_id => %s)",
+            [run_id, from_task, request_id],
+            repeatable=request_id is not None,
+        )
+        return int(count)
+
+    def _call(self, query: str, params: list[Any], *, repeatable: bool) -> list[tuple[Any, ...]]:
+        for value in params:
+            _check_text(value)
+        with self._lock:
+            if self._closed:
+                raise FlowForgeError("the client is closed")
+            for last in (False, True):
+                connection = self._connected(check=not repeatable)
+                try:
+                    rows = db.call(connection, query, params)
+                except psycopg.Error as error:
+                    dead = db.connection_useless(connection, error)
+                    if dead:
+                        self._drop()
+                    if dead and repeatable and not last:
+                        continue
+                    raise from_database(error) from error
+                except BaseException:  # interrupted half way: what the server would answer next is unknown
+                    self._drop()
+                    raise
+                self._used_at = time.monotonic()
+                return rows
+            raise AssertionError("unreachable")
+
+    def _connected(self, *, check: bool) -> db.Connection:
+        """The connection, made if there is none. With `check` one that stood idle is tried, and replaced if
+        dead.
+        """
+        if self._connection is not None and check and time.monotonic() - self._used_at > _IDLE_BEFORE_CHECK:
+            try:
+                self._connection.execute("select")
+            except psycopg.Error:
+                self._drop()
+        if self._connection is None:
+            try:
+                self._connection = db.connect(self._dsn, application_name="flowforge client")
+            except psycopg.Error as error:
+                raise from_database(error) from error
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            with suppress(psycopg.Error):
+                self._connection.close()
+            self._connection = None
+
+
+def _name_of(workflow: Workflow | str) -> str:
+    return workflow.name if isinstance(workflow, Workflow) else workflow
+
+
+def _json(value: object, what: str) -> str:
+    try:
+        return db.json_text(value)
+    except NotStorable as error:
+        raise NotStorable(f"{what} is {error}") from None
+
+
+def _interval(delay: Duration) -> timedelta:
+    try:
+        return timedelta(seconds=seconds(delay, "delay"))
+    except (ValueError, OverflowError) as error:
+        raise InvalidArgument(str(error)) from None
+
+
+def _check_text(value: object) -> None:
+    """Refuses text that no connection can carry."""
+    if isinstance(value, list):
+        for each in value:
+            _check_text(each)
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise NotStorable(f"not storable: text with a lone surrogate: {value[:50]!a}") from None
+        if "\0" in value:
+            raise NotStorable(f"not storable: text with the character U+0000: {value[:50]!a}")
