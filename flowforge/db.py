@@ -173,10 +173,15 @@ def refusal(exc: psycopg.Error) -> str | None:
     return next((reason for pattern, reason in _REFUSED if pattern.search(text)), None)
 
 
+def connection_lost(conn: Connection) -> bool:
+    """Whether `conn` can no longer be used."""
+    return conn.closed or conn.broken
+
+
 def connection_useless(conn: Connection, exc: BaseException) -> bool:
     """Whether after `exc` only a fresh connection helps: this one is lost, or its server is stopping or
     read-only."""
-    if conn.closed or conn.broken or not isinstance(exc, psycopg.Error) or exc.sqlstate is None:
+    if connection_lost(conn) or not isinstance(exc, psycopg.Error) or exc.sqlstate is None:
         return True
     return exc.sqlstate == "25006" or (exc.sqlstate[:2] in ("08", "57") and exc.sqlstate != "57014")
 

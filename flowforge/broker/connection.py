@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
 
@@ -68,6 +69,7 @@ class Client(threading.Thread):
         self._turn = 0
         self._changed = threading.Condition()
         self._was_connected = False
+        self._ended = False
 
     # -- from any thread
 
@@ -94,14 +96,34 @@ class Client(threading.Thread):
                 self.join(seconds)
 
     def run(self) -> None:
-        self._loop.add_callback_threadsafe(self._connect)
-        self._loop.start()
+        while not self._served():
+            time.sleep(self._backoff.next())
+        with self._changed:
+            self._ended = True
         self._set_state("closed", BrokerUnavailable("the connection was closed"))
+        self._loop.close()
+
+    def _served(self) -> bool:
+        """Serve the connection until it is closed (true) or an unforeseen error shows (false)."""
+        self._post(self._connect)
+        try:
+            self._loop.start()
+        except Exception as exc:  # noqa: BLE001 -- a thread that ended here would leave its daemon waiting for ever
+            self._log.exception("the broker's thread failed; it starts anew")
+            with self._changed:
+                broken, self._loop = self._loop, IOLoop()
+            broken.close()
+            self._set_state("connecting", BrokerUnavailable(f"the broker's thread failed: {cause(exc)}"))
+            self._drop()
+            return False
+        return True
 
     # -- in the thread
 
     def _post(self, call: Callable[[], None]) -> None:
-        self._loop.add_callback_threadsafe(call)
+        with self._changed:
+            if not self._ended:
+                self._loop.add_callback_threadsafe(call)
 
     def _set_state(self, state: State, error: BrokerError | None = None) -> None:
         with self._changed:
@@ -171,13 +193,16 @@ class Client(threading.Thread):
 
     def _lost(self, exc: BaseException) -> None:
         """An open connection has ended."""
+        self._drop()
+        if isinstance(self.error, BrokerMisconfigured):
+            return self._failed(self.error)
+        return self._failed(BrokerUnavailable(f"the connection to the broker was lost: {cause(exc)}"))
+
+    def _drop(self) -> None:
         self.generation += 1
         self._connection = None
         self._waiting.clear()
         self._forget()
-        if isinstance(self.error, BrokerMisconfigured):
-            return self._failed(self.error)
-        return self._failed(BrokerUnavailable(f"the connection to the broker was lost: {cause(exc)}"))
 
     def _forget(self) -> None:
         """Drop what belonged to the lost connection."""
@@ -207,7 +232,8 @@ class Client(threading.Thread):
     # error
 
     def _spawn(self, steps: Steps) -> None:
-        self._step(steps, self.generation)
+        if self._connection is not None and self._connection.is_open:
+            self._step(steps, self.generation)
 
     def _step(
         self, steps: Steps, generation: int, value: Any = None, error: BaseException | None = None
@@ -313,7 +339,8 @@ def _mismatch(text: str) -> str:
     )
     if found is None:
         return f"the broker refuses: {text}"
-    argument, kind, name, expected, actual = found.groups()
+    argument, kind, name, *values = found.groups()
+    expected, actual = (re.sub(r"^the value ('.*') of type '\w+'$", r"\1", value) for value in values)
     return (
         f"{kind} '{name}' exists with other arguments: {argument} should be {expected} and is {actual}; "
         f"delete it, or change the setting that it follows"

@@ -105,11 +105,13 @@ class PublishChannel(Client):
         wanted, done = self.undeclared(queues), threading.Event()
         if not wanted:
             return
+        self.check()
         self._post(lambda: self._spawn(self._ensure(wanted, done)))
-        deadline = time.monotonic() + timeout
-        while not done.wait(0.05):
-            if self.state == "misconfigured" or time.monotonic() > deadline:
-                raise self.error or BrokerUnavailable("the broker did not answer in time")
+        with self._changed:
+            self._changed.wait_for(lambda: done.is_set() or self.state != "connected", timeout)
+        if not done.is_set():
+            self.check()
+            raise BrokerUnavailable("the broker did not answer in time")
 
     def publish_batch(self, messages: Sequence[Message], timeout: float) -> list[Outcome]:
         """Publish `messages`, in order but pipelined, and say what became of each, in order, within `timeout`
@@ -148,7 +150,9 @@ class PublishChannel(Client):
         self._queues |= queues
         self.gone |= set((yield from self._declare(sorted(queues))))
         self._declared |= queues
-        done.set()
+        with self._changed:
+            done.set()
+            self._changed.notify_all()
 
     def _set_up(self) -> Steps:
         self.gone |= set((yield from self._declare(sorted(self._queues))))

@@ -1,0 +1,456 @@
+"""The broker's two connections: each message is judged by itself; nothing that the broker does hangs them."""
+
+import queue
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowforge.broker import ConsumeChannel, Delivery, Message, PublishChannel
+from flowforge.config import Config
+from flowforge.errors import BrokerBlocked, BrokerMisconfigured, BrokerUnavailable
+from tests.services.process import free_port, wait_until
+from tests.services.rabbitmq import Broker, RabbitServer
+
+TIMEOUT = 30.0
+
+
+@pytest.fixture
+def config(rabbit_server: RabbitServer, amqp_namespace: str) -> Config:
+    return Config(amqp_urls=(rabbit_server.url,), namespace=amqp_namespace, blocked_timeout=1.0)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Any], Any]]:
+    """Start a channel and close it after the test."""
+    channels: list[Any] = []
+
+    def start(channel: Any) -> Any:
+        channel.start()
+        channels.append(channel)
+        return channel
+
+    yield start
+    for channel in channels:
+        channel.close()
+        assert not channel.is_alive()
+
+
+def message(queue: str = "q", **changes: Any) -> Message:
+    return replace(Message(str(uuid.uuid4()), queue, "etl.extract", b"{}"), **changes)
+
+
+def publisher(config: Config, opened: Callable[[Any], Any], *queues: str) -> PublishChannel:
+    channel: PublishChannel = opened(PublishChannel(config))
+    assert channel.wait_ready(TIMEOUT), channel.error
+    channel.ensure(queues)
+    channel.gone.clear()
+    return channel
+
+
+def kinds(channel: PublishChannel, *messages: Message) -> list[str]:
+    return [outcome.kind for outcome in channel.publish_batch(messages, TIMEOUT)]
+
+
+class Inbox(queue.Queue[Delivery]):
+    """What a consuming channel delivered."""
+
+    def take(self) -> Delivery:
+        return self.get(timeout=TIMEOUT)
+
+
+def consumer(
+    config: Config, opened: Callable[[Any], Any], *, prefetch: int = 10
+) -> tuple[ConsumeChannel, Inbox]:
+    inbox = Inbox()
+    channel: ConsumeChannel = opened(
+        ConsumeChannel(config, ["q"], inbox.put, prefetch=prefetch, name="worker")
+    )
+    assert channel.wait_ready(TIMEOUT), channel.error
+    return channel, inbox
+
+
+def test_a_confirmed_message_is_in_its_queue_with_all_its_properties(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q", "ünïcode queue")
+    sent = message(headers={"traceparent": "00-1-2-01"})
+    assert kinds(channel, sent, message("ünïcode queue")) == ["confirmed", "confirmed"]
+    with rabbit.channel() as peer:
+        method, properties, body = peer.basic_get(f"{config.namespace}.flowforge.q", auto_ack=True)
+    assert (method.exchange, method.routing_key) == (f"{config.namespace}.flowforge", "q")
+    assert properties.message_id == sent.message_id
+    assert properties.type == "etl.extract"
+    assert properties.delivery_mode == 2
+    assert properties.content_type == "application/json"
+    assert properties.headers["traceparent"] == "00-1-2-01"
+    assert properties.timestamp is not None
+    assert body == b"{}"
+    assert rabbit.counts(f"{config.namespace}.flowforge.ünïcode queue") is not None
+
+
+def test_more_messages_than_the_window_are_all_confirmed(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config.replace(confirm_window=7), opened, "q")
+    assert kinds(channel, *(message() for _ in range(500))) == ["confirmed"] * 500
+    wait_until(lambda: rabbit.counts(f"{config.namespace}.flowforge.q") == (500, 0), "500 messages")
+
+
+def test_a_message_to_a_missing_queue_is_refused_and_the_queue_is_declared_again(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q", "other")
+    rabbit.delete_queue(f"{config.namespace}.flowforge.q")
+    outcomes = channel.publish_batch([message("other"), message("q"), message("other")], TIMEOUT)
+    assert [each.kind for each in outcomes] == ["confirmed", "refused", "confirmed"]
+    assert "NO_ROUTE" in outcomes[1].reason
+    assert channel.undeclared({"q", "other"}) == {"q"}
+    channel.ensure({"q", "other"})
+    assert channel.gone == {"q"}  # evidence that what was in it is lost
+    assert kinds(channel, message("q")) == ["confirmed"]
+
+
+def test_a_queue_that_is_there_is_no_evidence_of_loss(config: Config, opened: Callable[[Any], Any]) -> None:
+    publisher(config, opened, "q")
+    second: PublishChannel = opened(PublishChannel(config))
+    assert second.wait_ready(TIMEOUT)
+    second.ensure({"q", "new"})
+    assert second.gone == {"new"}
+
+
+def test_a_nack_refuses_exactly_the_nacked_messages(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    classic = config.replace(queue_type="classic")  # which counts exactly, where quorum queues lag
+    channel = publisher(classic, opened, "q", "other")
+    name = f"{config.namespace}.flowforge.q"
+    rabbit_server.set_policy("full", f"^{name}$", '{"max-length": 1, "overflow": "reject-publish"}')
+    try:
+        batch = [message("q" if number % 2 else "other") for number in range(20)]
+
+        def nacked() -> bool:
+            found = kinds(channel, *batch)
+            assert found[0::2] == ["confirmed"] * 10
+            return found[1::2] == ["refused"] * 10
+
+        wait_until(nacked, "the policy to be in force")
+        assert "nack" in channel.publish_batch([message("q")], TIMEOUT)[0].reason
+    finally:
+        rabbit_server.clear_policy("full")
+    wait_until(lambda: kinds(channel, message("q")) == ["confirmed"], "the policy to be gone")
+
+
+def test_two_messages_of_one_dispatch_are_judged_one_by_one(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q", "other")
+    rabbit.delete_queue(f"{config.namespace}.flowforge.q")
+    lost = message("q")
+    # A return names a message only by its id and queue.
+    assert kinds(channel, lost, replace(lost, queue="other"), lost, replace(lost, queue="other")) == [
+        "refused",
+        "confirmed",
+        "refused",
+        "confirmed",
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"type": "t" * 256},
+        {"queue": "dead"},
+        {"queue": "q" * 201},
+        {"headers": {"traceparent": object()}},
+    ],
+    ids=["type", "reserved queue", "long queue", "header"],
+)
+def test_an_invalid_message_is_permanent_and_alone(
+    config: Config, opened: Callable[[Any], Any], bad: dict[str, Any]
+) -> None:
+    channel = publisher(config, opened, "q")
+    assert kinds(channel, message(), message(**bad), message()) == ["confirmed", "permanent", "confirmed"]
+
+
+def test_a_message_above_the_brokers_limit_is_permanent_and_alone(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    limit = rabbit_server.ctl("eval", "element(2, application:get_env(rabbit, max_message_size)).").strip()
+    rabbit_server.ctl("eval", "application:set_env(rabbit, max_message_size, 1000).")
+    try:
+        channel = publisher(config, opened, "q")
+        # The broker closes the whole channel over it.
+        found = kinds(channel, message(), message(body=b"x" * 1001), *(message() for _ in range(20)))
+        assert found == ["confirmed", "permanent", *["confirmed"] * 20]
+        assert kinds(channel, message(), message()) == ["confirmed", "confirmed"]
+    finally:
+        rabbit_server.ctl("eval", f"application:set_env(rabbit, max_message_size, {limit}).")
+
+
+def test_a_deleted_exchange_is_declared_again(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q")
+    with rabbit.channel() as peer:
+        peer.exchange_delete(f"{config.namespace}.flowforge")
+    assert kinds(channel, message()) == ["unknown"]
+    assert channel.wait_ready(TIMEOUT)
+    wait_until(lambda: kinds(channel, message()) == ["confirmed"], "the exchange to be back")
+
+
+@pytest.mark.parametrize("kind", ["type", "argument", "durable", "exchange"])
+def test_other_arguments_are_named_with_both_values(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any], kind: str
+) -> None:
+    name, dead = f"{config.namespace}.flowforge.q", f"{config.namespace}.flowforge.dead"
+    said = f"queue '{name}' exists with other arguments: "
+    if kind == "type":
+        rabbit.declare(name, arguments={"x-queue-type": "classic", "x-dead-letter-exchange": dead})
+        said += "x-queue-type should be 'quorum' and is 'classic'"
+    elif kind == "argument":
+        rabbit.declare(name)
+        said += f"x-dead-letter-exchange should be '{dead}' and is none"
+    elif kind == "durable":
+        config = config.replace(queue_type="classic")
+        rabbit.declare(name, durable=False, arguments={"x-dead-letter-exchange": dead})
+        said += "durable should be 'true' and is 'false'"
+    else:
+        with rabbit.channel() as peer:
+            peer.exchange_declare(f"{config.namespace}.flowforge", "topic", durable=True)
+        said = f"exchange '{config.namespace}.flowforge' .* type should be 'direct' and is 'topic'"
+    channel: PublishChannel = opened(PublishChannel(config))
+    channel.wait_ready(TIMEOUT)
+    with pytest.raises(BrokerMisconfigured, match=said):
+        channel.ensure({"q"})
+    with pytest.raises(BrokerMisconfigured, match=said):
+        channel.check()
+    consuming: ConsumeChannel = opened(ConsumeChannel(config, ["q"], print, prefetch=1, name="worker"))
+    assert not consuming.wait_ready(TIMEOUT)
+    with pytest.raises(BrokerMisconfigured, match=said):
+        consuming.check()
+
+
+@pytest.mark.parametrize("part", ["password", "virtual host"])
+def test_a_refused_login_is_told_apart_and_keeps_the_password_to_itself(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any], part: str
+) -> None:
+    password = rabbit_server.url.partition("flowforge:")[2].partition("@")[0]
+    wrong = "s3cret" if part == "password" else password
+    host = f"flowforge:{wrong}@127.0.0.1:{rabbit_server.port}"
+    url = f"amqp://{host}/nowhere" if part == "virtual host" else f"amqp://{host}"
+    channel: PublishChannel = opened(PublishChannel(config.replace(amqp_urls=(url,))))
+    assert not channel.wait_ready(TIMEOUT)
+    with pytest.raises(BrokerMisconfigured, match="login, password or virtual host") as caught:
+        channel.check()
+    assert wrong not in str(caught.value)
+
+
+def test_urls_are_tried_in_turn(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    nobody = f"amqp://a:s3cret@127.0.0.1:{free_port()}"
+    channel: PublishChannel = opened(PublishChannel(config.replace(amqp_urls=(nobody, rabbit_server.url))))
+    errors = set()
+
+    def connected() -> bool:
+        errors.add(str(channel.error))
+        return channel.state == "connected"
+
+    wait_until(connected, "the second URL")
+    assert any("no connection to amqp://a:***@127.0.0.1" in each for each in errors)
+
+
+def test_a_blocked_broker_is_reported_in_time_and_then_everything_arrives(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q")
+    consuming, inbox = consumer(config, opened)
+    assert kinds(channel, message()) == ["confirmed"]
+    rabbit_server.set_memory_watermark(0)
+    try:
+        first = message()
+        assert kinds(channel, first) == ["unknown"]
+        with pytest.raises(BrokerBlocked):
+            channel.check()
+        with pytest.raises(BrokerBlocked):
+            channel.publish_batch([message()], TIMEOUT)
+        # Consumers are not blocked.
+        consuming.ack([inbox.take()])
+        wait_until(lambda: rabbit_server.counts(f"{config.namespace}.flowforge.q") == (0, 1), "the ack")
+        # A blocked connection never answers a close either.
+        stuck: PublishChannel = opened(PublishChannel(config))
+        assert stuck.wait_ready(TIMEOUT)
+        assert kinds(stuck, message()) == ["unknown"]
+        stuck.close()
+        assert not stuck.is_alive()
+    finally:
+        rabbit_server.set_memory_watermark(0.4)
+    assert channel.wait_ready(TIMEOUT)
+    wait_until(lambda: channel.state == "connected", "the end of the alarm")
+    # The same dispatch goes out again; its first message may have arrived as well.
+    assert kinds(channel, first) == ["confirmed"]
+    assert first.message_id in {inbox.take().message_id, inbox.take().message_id}
+
+
+def test_a_broker_that_dies_leaves_the_outcome_unknown_and_is_found_again(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q")
+    rabbit_server.stop()
+    wait_until(lambda: channel.state != "connected", "the loss to be noticed")
+    with pytest.raises(BrokerUnavailable):
+        channel.publish_batch([message()], TIMEOUT)
+    rabbit_server.start()
+    wait_until(lambda: channel.state == "connected", "the reconnect")
+    assert channel.gone == set()
+    assert kinds(channel, message()) == ["confirmed"]
+
+
+def test_a_queue_lost_while_disconnected_is_reported_on_reconnect(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q", "other")
+    generation = channel.generation
+    rabbit_server.delete_queue(f"{config.namespace}.flowforge.q")
+    rabbit_server.close_connections("test")
+    wait_until(lambda: channel.generation > generation and channel.state == "connected", "the reconnect")
+    assert channel.gone == {"q"}
+    assert kinds(channel, message("q")) == ["confirmed"]
+
+
+def test_what_is_acknowledged_is_gone_and_what_is_not_is_offered_again(
+    config: Config, opened: Callable[[Any], Any]
+) -> None:
+    sender = publisher(config, opened, "q")
+    receiving, inbox = consumer(config, opened)
+    sent = [message() for _ in range(6)]
+    kinds(sender, *sent)
+    got = [inbox.take() for _ in sent]
+    assert [each.message_id for each in got] == [each.message_id for each in sent]
+    # In several orders: the first ones together, some from the middle, one twice.
+    receiving.ack([got[1], got[0]])
+    receiving.ack([got[4], got[4]])
+    receiving.ack([got[4]])
+    receiving.close()
+    _, second = consumer(config, opened)
+    again = [second.take() for _ in range(3)]
+    assert {each.message_id for each in again} == {sent[index].message_id for index in (2, 3, 5)}
+    assert all(each.redelivered for each in again)
+    assert second.empty()
+
+
+def test_at_most_prefetch_messages_are_undecided(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    sender = publisher(config, opened, "q")
+    kinds(sender, *(message() for _ in range(5)))
+    receiving, inbox = consumer(config, opened, prefetch=2)
+    first = [inbox.take(), inbox.take()]
+    wait_until(lambda: rabbit.counts(f"{config.namespace}.flowforge.q") == (3, 1), "two to be taken")
+    assert inbox.empty()
+    receiving.ack(first)
+    inbox.take()
+
+
+def test_settling_after_the_connection_is_lost_does_nothing(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    sender = publisher(config, opened, "q")
+    receiving, inbox = consumer(config, opened, prefetch=1)
+    first, second = message(), message()
+    kinds(sender, first)
+    stale = inbox.take()
+    rabbit_server.close_connections("test")
+    fresh = inbox.take()
+    assert (fresh.message_id, fresh.redelivered) == (first.message_id, True)
+    assert (
+        fresh.tag == stale.tag
+    )  # the tags begin anew, so an ack across connections would hit another message
+    receiving.ack([stale])
+    receiving.reject([stale])
+    receiving.give_back([fresh])
+    assert inbox.take().message_id == first.message_id
+    wait_until(lambda: sender.state == "connected", "the publisher")
+    kinds(sender, second)
+    assert inbox.empty()
+
+
+def test_pause_gives_others_what_was_prefetched_and_resume_takes_again(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    sender = publisher(config, opened, "q")
+    receiving, inbox = consumer(config, opened, prefetch=3)
+    kinds(sender, *(message() for _ in range(3)))
+    got = [inbox.take() for _ in range(3)]
+    receiving.pause()
+    receiving.give_back(got)
+    wait_until(lambda: rabbit.counts(f"{config.namespace}.flowforge.q") == (3, 0), "all to be back")
+    assert inbox.empty()
+    receiving.resume()
+    receiving.ack([inbox.take() for _ in range(3)])
+    wait_until(lambda: rabbit.counts(f"{config.namespace}.flowforge.q") == (0, 1), "the acks")
+
+
+def test_a_pause_outlasts_a_reconnect(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    sender = publisher(config, opened, "q")
+    receiving, inbox = consumer(config, opened)
+    receiving.pause()
+    generation = receiving.generation
+    rabbit_server.close_connections("test")
+    wait_until(lambda: receiving.generation > generation and receiving.state == "connected", "the reconnect")
+    wait_until(lambda: sender.state == "connected", "the publisher")
+    assert kinds(sender, message()) == ["confirmed"]
+    assert rabbit_server.counts(f"{config.namespace}.flowforge.q") == (1, 0)
+    receiving.resume()
+    inbox.take()
+
+
+def test_what_is_rejected_goes_to_the_dead_letter_queue(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    sender = publisher(config, opened, "q")
+    receiving, inbox = consumer(config, opened)
+    kinds(sender, message(body=b"not json"))
+    receiving.reject([inbox.take()])
+    wait_until(lambda: rabbit.counts(f"{config.namespace}.flowforge.dead") == (1, 0), "the dead letter")
+    assert inbox.empty()
+
+
+def test_a_consumer_declares_its_queue_again_when_it_is_deleted(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
+) -> None:
+    receiving, inbox = consumer(config, opened)
+    generation = receiving.generation
+    rabbit.delete_queue(f"{config.namespace}.flowforge.q")
+    wait_until(lambda: receiving.generation > generation and receiving.state == "connected", "the reconnect")
+    sender = publisher(config, opened, "q")
+    assert kinds(sender, message()) == ["confirmed"]
+    inbox.take()
+
+
+@pytest.mark.parametrize("where", ["while receiving", "while acknowledging"])
+def test_an_unforeseen_error_in_the_thread_does_not_end_it(
+    config: Config, opened: Callable[[Any], Any], caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    inbox = Inbox()
+
+    def receive(delivery: Delivery) -> None:
+        inbox.put(delivery)
+        if where == "while receiving" and not delivery.redelivered:
+            raise RuntimeError("unforeseen")
+
+    sender = publisher(config, opened, "q")
+    kinds(sender, message())
+    receiving = opened(ConsumeChannel(config, ["q"], receive, prefetch=1, name="worker"))
+    assert not inbox.take().redelivered
+    if where == "while acknowledging":
+        receiving.ack([None])
+    again = inbox.take()
+    assert again.redelivered
+    receiving.ack([again])
+    assert [record.levelname for record in caplog.records if record.name == "flowforge.worker"]
