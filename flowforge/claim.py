@@ -1,0 +1,71 @@
+"""What a claim gives a worker, and the calls that claim.
+
+Values of jsonb travel as text and are decoded only where a handler asks for them: a payload that Python
+refuses (a number of 5,000 digits, nesting beyond its stack) must fail its own task, not the statement that
+claimed a hundred others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from uuid import UUID
+
+
+class Claim(NamedTuple):
+    """A claimed task run. `lease` and `time_limit` are in seconds; `time_limit` counts from the claim, None
+    means none.
+
+    `input`, `upstream_outputs`, `upstream_states` and `item` are JSON text, or None where the database has
+    null.
+    """
+
+    task_run_id: int
+    dispatch_id: UUID
+    fencing_token: int
+    attempt: int
+    run_id: int
+    workflow: str
+    task: str
+    handler: str
+    input: str | None
+    upstream_outputs: str | None
+    upstream_states: str | None
+    item: str | None
+    map_index: int | None
+    lease: float
+    time_limit: float | None
+
+
+class Answer(NamedTuple):
+    """The answer to one position of a claim: `claim` is set exactly when `outcome` is claimed."""
+
+    position: int
+    outcome: str
+    claim: Claim | None
+
+
+_COLUMNS = """
+    select c."position", c.outcome, c.task_run_id, c.dispatch_id, c.fencing_token, c.attempt, c.run_id,
+           c.workflow, c.task, c.handler, c.input::text, c.upstream_outputs::text, c.upstream_states::text,
+           c.item::text, c.map_index,
+           extract(epoch from c.lease)::float8, extract(epoch from c.time_limit)::float8
+"""
+
+CLAIM_TASK_RUNS = f"""{_COLUMNS}
+    from flowforge.claim_task_runs(
+        %s::bigint[], %s::uuid[], %s::text, %s::uuid, make_interval(secs => %s)) as c
+    order by c."position"
+"""
+
+CLAIM_NEXT = f"""{_COLUMNS}
+    from flowforge.claim_next(%s::text[], %s::text, %s::uuid, make_interval(secs => %s), %s::bigint) as c
+    order by c."position"
+"""
+
+
+def answers(rows: list[tuple[Any, ...]]) -> list[Answer]:
+    """The rows of one of the statements above."""
+    return [
+        Answer(row[0], row[1], Claim._make(row[2:]) if row[1] == "claimed" else None)
+        for row in rows
+    ]  # fmt: skip

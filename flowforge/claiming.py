@@ -1,0 +1,221 @@
+"""Claiming dispatches: what both deliveries share, and the delivery by PostgreSQL alone.
+
+One claim is under way at a time, for as many task runs as there are free slots, so that a worker never has
+two undecided deliveries of one dispatch. A call whose outcome is not known is repeated whole, with the same
+claim id and arguments, until it is answered: its claims, if it made any, are nobody else's to give back. A
+message is acknowledged when its claim was decided, won or lost, and not before.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+
+from flowforge import db, log
+from flowforge.claim import CLAIM_NEXT, Answer, Claim, answers
+from flowforge.config import Config
+from flowforge.execution import Execution, Release
+from flowforge.executor import Executor
+from flowforge.finishing import Finisher
+from flowforge.leases import LeaseKeeper
+from flowforge.listen import Waker
+from flowforge.runner import crash_point
+from flowforge.session import Session, Unanswered
+
+_log = log.of("worker")
+
+
+class Parts(NamedTuple):
+    """What claiming works with."""
+
+    config: Config
+    worker: str
+    executor: Executor
+    keeper: LeaseKeeper
+    finisher: Finisher
+    counts: Counter[str]
+    on_crash: Callable[[str], None]
+
+
+class Claimer(ABC):
+    """A thread with its own connection that claims. `start`, `stop` and `close` are for the thread that owns
+    the worker."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.session = Session(parts.config, "claim", self._connected)
+        self.waker = Waker()
+        self.stopping = False
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="flowforge-claim", daemon=True)
+        # Held from claim to the answer of the finish; more than this and results come in faster than they go
+        # out.
+        self._most_held = 2 * parts.config.concurrency + 100
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take nothing new. What the claim under way wins is given back."""
+        self.stopping = True
+        self.waker.set()
+        self.parts.executor.wake()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended, and with it every claim."""
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """End the thread now, even if the answer to a claim is still missing."""
+        self._given_up.set()
+        self.session.sever()
+        self._thread.join(2)
+
+    # -- in the thread
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Wait for work and claim once."""
+
+    def _connected(self, conn: db.Connection) -> None:  # noqa: B027 -- only one delivery needs it
+        """Prepare a new connection."""
+
+    def _step_aside(self) -> None:  # noqa: B027 -- only one delivery has anything to give back
+        """Leave to others what was taken and not claimed: the database does not answer, or the thread
+        ends."""
+
+    def _main(self) -> None:
+        try:
+            while not self.stopping:
+                self._turn()
+        except Exception as exc:  # noqa: BLE001 -- a thread that dies must not go unnoticed
+            _log.exception("claiming broke down")
+            self.parts.on_crash(f"claiming broke down: {exc}")
+        finally:
+            self._step_aside()
+            self.session.close()
+
+    def _reserve(self, most: int, timeout: float) -> int:
+        """Free slots, reserved; 0 when none came free in time."""
+        if not self.parts.finisher.wait_below(self._most_held, timeout):
+            return 0
+        return self.parts.executor.reserve(most, timeout)
+
+    def _claim(self, query: str, *arguments: Any) -> tuple[list[Answer], float]:
+        """Ask until answered, each time for the very same; also when the call was sent that was answered.
+
+        Raises psycopg.Error for a definite refusal, Unanswered when told to end.
+        """
+        while True:
+            sent = time.monotonic()
+            try:
+                return answers(self.session.call(query, arguments)), sent
+            except Unanswered:
+                self._step_aside()
+                if self._given_up.wait(self.session.pause()):
+                    raise
+
+    def _execute(self, claims: Sequence[Claim], sent: float) -> None:
+        """Run what was won, each in a slot reserved for it."""
+        executor, finisher = self.parts.executor, self.parts.finisher
+        self.parts.counts["claimed"] += len(claims)
+        executions = [Execution(claim, sent) for claim in claims]
+        self.parts.keeper.hold(executions)
+        known = []
+        for execution in executions:
+            if self.stopping:
+                finisher.put(execution, Release("unstarted"))
+            elif executor.knows(execution.claim.handler):
+                known.append(execution)
+            else:
+                self.parts.counts["unknown_handler"] += 1
+                _log.warning(
+                    "no such handler here; giving the task run back", handler=execution.claim.handler,
+                    run=execution.claim.run_id, task_run=execution.claim.task_run_id,
+                )  # fmt: skip
+                finisher.put(execution, Release("unknown_handler"))
+        if len(known) < len(claims):
+            executor.give_back(len(claims) - len(known))
+        if known:
+            executor.start(known)
+
+
+class QueueClaimer(Claimer):
+    """Takes dispatches from PostgreSQL by claim_next, woken by NOTIFY and looking by itself every poll
+    interval."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._hears: bool | None = None
+
+    def _turn(self) -> None:
+        config = self.parts.config
+        slots = self._reserve(config.concurrency, timeout=1.0)
+        if slots == 0:
+            return
+        try:
+            found, sent = self._claim(
+                CLAIM_NEXT, list(config.queues), self.parts.worker, uuid4(), config.lease, slots
+            )
+        except (psycopg.Error, Unanswered) as exc:
+            self.parts.executor.give_back(slots)
+            if isinstance(exc, psycopg.Error):
+                _log.warning("claim refused; trying again", error=str(exc).strip())
+                self._given_up.wait(self.session.pause())
+            return
+        self.parts.executor.give_back(slots - len(found))
+        if found:
+            crash_point("worker:after-claim-commit")
+            self._execute([answer.claim for answer in found if answer.claim is not None], sent)
+        else:
+            self._wait(config.poll_interval * random.uniform(0.8, 1.0))  # noqa: S311 -- jitter, not a secret
+
+    def _connected(self, conn: db.Connection) -> None:
+        if self._hears is None:
+            self._hears = _hears(conn)
+            if not self._hears:
+                _log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
+        if self._hears:
+            conn.execute("listen flowforge_outbox")
+
+    def _wait(self, seconds: float) -> None:
+        """Until notified, told to stop, or the time is over."""
+        conn = self.session.connection
+        if conn is None or not self._hears:
+            self.waker.wait(seconds)
+            return
+        try:
+            with db.guard(conn, 5):
+                # What arrived while the claim was under way is not to be seen on the socket any more.
+                if any(True for _ in conn.notifies(timeout=0)):
+                    return
+            ready, _, _ = select.select([conn.fileno(), self.waker.fileno()], [], [], seconds)
+            if conn.fileno() in ready:
+                with db.guard(conn, 5):
+                    for _ in conn.notifies(timeout=0):
+                        pass
+        except (psycopg.Error, OSError):
+            # The next claim finds out, and says so.
+            self.session.close()
+
+
+def _hears(conn: db.Connection) -> bool:
+    """Whether a notification that this connection sends comes back to it."""
+    channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
+    conn.execute(sql.SQL("listen {}").format(channel))
+    conn.execute(sql.SQL("notify {}").format(channel))
+    heard = any(True for _ in conn.notifies(timeout=2.0, stop_after=1))
+    conn.execute(sql.SQL("unlisten {}").format(channel))
+    return heard

@@ -1,0 +1,239 @@
+"""One execution: a claimed task run in this process, told to stop or not, and what comes of it.
+
+An `Execution` is one claimed task run in this process, from the claim's answer to the end of its handler.
+Exactly one `Report` comes out of it, whatever happens: the handler returns, raises, is told to stop, or is
+abandoned because it does not stop. What a report may still change is for the database to decide, by the
+fencing token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import enum
+import threading
+import traceback
+from typing import NamedTuple
+
+from flowforge.claim import Claim
+from flowforge.db import Connection, json_text, sever
+from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
+
+
+class StopReason(enum.Enum):
+    """Why a handler is told to stop. CANCEL asks, and a success that still comes counts; the others end the
+    ownership."""
+
+    CANCEL = "the run is being cancelled"
+    LOST = "the lease is lost; another worker may own this task run"
+    TIME_LIMIT = "the time limit of the task has passed"
+    SHUTDOWN = "the worker is shutting down"
+
+
+class Finish(NamedTuple):
+    """Tell the database how the handler ended. `output` is JSON text; None stores no output."""
+
+    outcome: str
+    output: str | None = None
+    error: str | None = None
+    retryable: bool = True
+
+
+class Release(NamedTuple):
+    """Give the task run back: unstarted, shutdown, crashed or unknown_handler."""
+
+    reason: str
+
+
+Report = Finish | Release | None
+"""None: nothing is to be sent, because the lease is lost or the handler's own transaction has finished the
+task run."""
+
+
+class Execution:
+    """One claimed task run in this process. Safe to use from any thread."""
+
+    __slots__ = (
+        "_abandoned", "_connection", "_ended", "_lock", "_stop", "_task", "_thread", "alarm", "alarms",
+        "claim", "commit_unknown", "committing", "deadline", "finished", "gone", "progress", "renewed_at",
+    )  # fmt: skip
+
+    def __init__(self, claim: Claim, claimed_at: float) -> None:
+        """`claimed_at`: time.monotonic() from before the claiming call was sent, so never later than the
+        database's."""
+        self.claim = claim
+        self.deadline = None if claim.time_limit is None else claimed_at + claim.time_limit
+        # Of the executor: when to look at the time limit next, and how often that was done.
+        self.alarm, self.alarms = self.deadline, 0
+        # Of the lease keeper: when the lease was last extended; whether it was lost after the handler's end.
+        self.renewed_at = claimed_at
+        self.gone = False
+        self.progress: tuple[float, str | None] | None = None
+        # Of the handler's own transaction: its COMMIT is under way; was lost; has taken effect.
+        self.committing = False
+        self.commit_unknown = False
+        self.finished = False
+        self._lock = threading.Lock()
+        self._stop: StopReason | None = None
+        self._ended = False
+        self._abandoned = False
+        self._connection: Connection | None = None
+        self._thread: int | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the handler was told to stop, or None."""
+        return self._stop
+
+    @property
+    def ended(self) -> bool:
+        """Whether the handler has ended or was abandoned: its report is made."""
+        return self._ended
+
+    def raise_if_stopped(self) -> None:
+        """Raises Cancelled or TimeLimitExceeded when the handler was told to stop."""
+        if self._stop is StopReason.TIME_LIMIT:
+            raise TimeLimitExceeded(self.time_limit_text)
+        if self._stop is not None:
+            raise Cancelled(self._stop.value)
+
+    def raise_if_not_owner(self) -> None:
+        """As `raise_if_stopped`, but a run being cancelled does not matter: a success that still comes
+        counts."""
+        if self._stop is not StopReason.CANCEL:
+            self.raise_if_stopped()
+
+    @property
+    def time_limit_text(self) -> str:
+        return f"time limit of {self.claim.time_limit:g} s exceeded"
+
+    def stop(self, reason: StopReason) -> bool:
+        """Tell the handler to stop: its context says so, an async handler is cancelled, and unless it is only
+        asked to (CANCEL) the connection of its open transaction is cut. True when this call changed
+        anything."""
+        with self._lock:
+            if self._ended or self._stop not in (None, StopReason.CANCEL) or self._stop is reason:
+                return False
+            self._stop = reason
+            if reason is not StopReason.CANCEL:
+                self._cut()
+            if self._task is not None:
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+            return True
+
+    def interrupt(self) -> None:
+        """Past the time limit: raise TimeLimitExceeded inside the handler's thread. It arrives at the
+        thread's next step in Python; a call into C that does not return holds it up."""
+        with self._lock:
+            if self._thread is not None:
+                _raise_in(self._thread, TimeLimitExceeded)
+
+    def begin(self, task: asyncio.Task[None] | None = None) -> bool:
+        """The handler starts now, in this thread or as `task`. False when it was told to stop before."""
+        with self._lock:
+            if self._stop is not None or self._abandoned:
+                return False
+            if task is None:
+                self._thread = threading.get_ident()
+            self._task = task
+            return True
+
+    def end(self) -> bool:
+        """The handler has ended: no interrupt reaches its thread from here on, no transaction of it can
+        commit any more. False when it had been abandoned. May be repeated, should an interrupt strike in
+        here."""
+        with self._lock:
+            if self._thread is not None:
+                _raise_in(self._thread, None)
+                self._thread = None
+            self._cut()
+            self._ended = True
+            return not self._abandoned
+
+    def abandon(self) -> bool:
+        """Report without waiting for the handler any longer. False when it has ended."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._ended = self._abandoned = True
+            self._cut()
+            return True
+
+    def attach(self, connection: Connection) -> None:
+        """`connection` is about to hold the handler's transaction. Raises Cancelled or TimeLimitExceeded when
+        the handler must not go on, RuntimeError when it has a transaction open."""
+        with self._lock:
+            self.raise_if_not_owner()
+            if self._ended:
+                raise Cancelled("the handler has ended; its context is of no use any more")
+            if self._connection is not None:
+                raise RuntimeError("a transaction of this task run is open already")
+            self._connection = connection
+
+    def detach(self) -> None:
+        """The transaction is over; its connection is about to be closed."""
+        with self._lock:
+            self._connection = None
+
+    def _cut(self) -> None:
+        # The socket, not the connection object: that belongs to the handler's thread, which may be inside it.
+        if self._connection is not None:
+            sever(self._connection.fileno())
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
+    )
+
+
+# -- from the handler's end to a report
+
+
+def judge(execution: Execution, returned: object, raised: BaseException | None) -> Report:
+    """What to tell the database, from how the handler ended and what it had been told."""
+    stop = execution.stop_reason
+    if execution.finished or stop is StopReason.LOST:
+        return None
+    if stop is StopReason.TIME_LIMIT:
+        return Finish("failed", error=execution.time_limit_text)
+    if execution.commit_unknown:
+        # Either the commit took effect, and this is answered `fenced`; or nothing did, and the whole is asked
+        # for again. A finish alone could make a success without its side effects.
+        return Release("crashed")
+    if raised is None:
+        try:
+            return Finish("succeeded", output=None if returned is None else json_text(returned))
+        except NotStorable as exc:
+            return Finish("failed", error=f"result {exc}", retryable=False)
+        except Exception as exc:  # noqa: BLE001 -- whatever the value's own methods raise
+            return Finish("failed", error=f"result not storable: {describe(exc)}", retryable=False)
+    if stop is StopReason.SHUTDOWN:
+        return Release("shutdown")
+    if stop is StopReason.CANCEL and isinstance(raised, Cancelled | asyncio.CancelledError):
+        return Finish("cancelled", error=describe(raised, trace=False))
+    if isinstance(raised, NotStorable):
+        return Finish("failed", error=f"result {storable(str(raised))}", retryable=False)
+    return Finish("failed", error=describe(raised), retryable=not isinstance(raised, PermanentError))
+
+
+def describe(exc: BaseException, *, trace: bool = True) -> str:
+    """`Type: message` and the end of the traceback, bounded, and free of what PostgreSQL cannot keep in a
+    text."""
+    try:
+        message = str(exc)
+    except Exception:  # noqa: BLE001 -- an exception that cannot even say what it is
+        message = "(its message could not be made)"
+    head = f"{type(exc).__name__}: {message}" if message else type(exc).__name__
+    head = storable(head[:2000])
+    if not trace or exc.__traceback__ is None:
+        return head
+    # Without the frame of this module that called the handler.
+    frames = traceback.format_tb(exc.__traceback__.tb_next)
+    return f"{head}\n\n{storable(''.join(frames)[-4000:])}" if frames else head
+
+
+def storable(text: str) -> str:
+    """`text` with U+0000 and lone surrogates replaced, which PostgreSQL refuses."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "\ufffd")

@@ -1,0 +1,234 @@
+"""Telling the database how executions ended: finishes in natural batches, and releases.
+
+What ended while the last statement was under way goes into the next one. A finish is repeated until it is
+answered; that is safe because the token recognises it (`repeated`). One that the database refuses is told
+apart from its batch by repeating them one by one, and then recorded as a failure, so that no result can leave
+its task run running.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import psycopg
+
+from flowforge import log
+from flowforge.db import is_transient
+from flowforge.execution import Execution, Finish, Release, Report, storable
+from flowforge.leases import LeaseKeeper
+from flowforge.runner import crash_point
+from flowforge.session import Session, Unanswered
+
+_log = log.of("worker")
+
+_FINISH = """
+    select f.answer
+    from flowforge.finish_task_runs(
+        %s::bigint[], %s::bigint[], %s::text[], %s::jsonb[], %s::text[], %s::boolean[]) as f
+    order by f."position"
+"""
+_RELEASE = "select flowforge.release_task_run(%s::bigint, %s::bigint, %s::text)"
+
+_MOST_ROWS = 500
+_MOST_CHARACTERS = 8_000_000
+_ALONE_LOCK_TIMEOUT = 0.2  # seconds; others wait behind
+# What PostgreSQL says of a value that it cannot keep: data exceptions, violated constraints, complexity of
+# nesting, FlowForge's own limits.
+_CLASSES_OF_VALUES = ("22", "23", "54", "WF")
+_UNRECORDABLE = Finish("failed", error="the outcome of the handler could not be stored", retryable=False)
+
+
+class _Ended(NamedTuple):
+    execution: Execution
+    report: Report
+    alone: bool = False  # it was refused before, so it goes without others
+
+
+class Finisher:
+    """A thread with its own connection that sends reports. `put` and `wait_below` are for any thread."""
+
+    def __init__(
+        self, session: Session, keeper: LeaseKeeper, counts: Counter[str], on_crash: Callable[[str], None]
+    ) -> None:
+        """`keeper` forgets an execution once its report is answered; `on_crash` is told if the thread
+        dies."""
+        self._session, self._keeper, self._counts, self._on_crash = session, keeper, counts, on_crash
+        self._queue: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
+        self._held_over: _Ended | None = None
+        self._closing = False
+        self._given_up = threading.Event()
+        self._answered = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="flowforge-finish", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def put(self, execution: Execution, report: Report) -> None:
+        """The handler has ended: send `report`, if there is one, sooner or later."""
+        self._queue.put(_Ended(execution, report))
+
+    def wait_below(self, held: int, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until fewer than `held` task runs are this worker's, whose handlers
+        run or whose reports are unanswered. Whether there are."""
+        if self._keeper.held < held:
+            return True
+        with self._answered:
+            return self._answered.wait_for(lambda: self._keeper.held < held, timeout)
+
+    def close(self) -> None:
+        """No more is put: end when all is answered."""
+        self._closing = True
+        self._queue.put(None)
+
+    def wait_ended(self, seconds: float) -> bool:
+        """Wait up to `seconds` until all is answered, after `close`. Whether it is."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """End without the answers that are missing."""
+        self._given_up.set()
+        self._session.sever()
+        self._thread.join(1)
+
+    # -- in the thread
+
+    def _main(self) -> None:
+        try:
+            while batch := self._next():
+                self._send([each for each in batch if isinstance(each.report, Finish) and not each.alone])
+                for each in batch:
+                    if each.report is None:
+                        self._counts[
+                            "finished_in_transaction" if each.execution.finished else "not_sent"
+                        ] += 1
+                        self._forget([each])
+                    elif isinstance(each.report, Release):
+                        self._release(each, each.report.reason)
+                    elif each.alone:
+                        self._send([each])
+        except Exception as exc:  # noqa: BLE001 -- a thread that dies must not go unnoticed
+            _log.exception("reporting results broke down")
+            self._on_crash(f"reporting results broke down: {exc}")
+        finally:
+            self._session.close()
+
+    def _next(self) -> list[_Ended]:
+        """Wait for a report, then take all that have come, within bounds. Empty at the end."""
+        batch: list[_Ended] = []
+        size = 0
+        while len(batch) < _MOST_ROWS and not self._given_up.is_set():
+            if self._held_over is not None:
+                each, self._held_over = self._held_over, None
+            elif self._queue.empty() and (batch or self._closing):
+                break
+            elif (got := self._queue.get()) is not None:
+                each = got
+            else:
+                continue
+            size += len(each.report.output or "") if isinstance(each.report, Finish) else 0
+            if batch and size > _MOST_CHARACTERS:
+                self._held_over = each
+                break
+            batch.append(each)
+        return batch
+
+    def _send(self, batch: Sequence[_Ended]) -> None:
+        """Finish `batch` together, repeated until answered or the leases are known to be lost."""
+        while batch:
+            timeout = _ALONE_LOCK_TIMEOUT if batch[0].alone else None
+            try:
+                crash_point("worker:before-finish-commit")
+                answers = self._session.call(_FINISH, _arguments(batch), lock_timeout=timeout)
+                crash_point("worker:after-finish-commit")
+            except Unanswered:
+                if self._given_up.wait(self._session.pause()):
+                    return
+                self._forget([each for each in batch if each.execution.gone])
+                batch = [each for each in batch if not each.execution.gone]
+            except psycopg.Error as exc:
+                if len(batch) > 1:
+                    for each in batch:
+                        self._send([each])
+                else:
+                    self._refused(batch[0], exc)
+                return
+            else:
+                self._settle(batch, [answer for (answer,) in answers])
+                return
+
+    def _refused(self, each: _Ended, exc: psycopg.Error) -> None:
+        """What the database refused alone: sent as a failure if the value is to blame, else again later."""
+        about_values = exc.sqlstate is None or exc.sqlstate[:2] in _CLASSES_OF_VALUES
+        if each.execution.gone:
+            self._forget([each])
+        elif about_values and not is_transient(exc) and each.report != _UNRECORDABLE:
+            reason = storable(str(exc.diag.message_primary or exc).strip())
+            failure = Finish("failed", error=f"result not storable: {reason}", retryable=False)
+            succeeded = isinstance(each.report, Finish) and each.report.outcome == "succeeded"
+            self._send([each._replace(report=failure if succeeded else _UNRECORDABLE)])
+        else:
+            # A lock held for long, a missing privilege, an error inside the function. The lease is renewed
+            # meanwhile.
+            _log.warning("finish refused; trying again", error=str(exc).strip(), **_keys(each.execution))
+            if not self._given_up.wait(min(self._session.pause(), 1.0)):
+                self._queue.put(each._replace(alone=True))
+
+    def _release(self, each: _Ended, reason: str) -> None:
+        claim = each.execution.claim
+        while True:
+            try:
+                [(answer,)] = self._session.call(_RELEASE, [claim.task_run_id, claim.fencing_token, reason])
+            except Unanswered:
+                if self._given_up.wait(self._session.pause()):
+                    return
+            except psycopg.Error as exc:
+                # The lease runs out by itself and the reaper does the rest.
+                _log.error("release refused", error=str(exc).strip(), **_keys(each.execution))
+                break
+            else:
+                self._counts[f"{answer}_{reason}"] += 1
+                break
+        self._forget([each])
+
+    def _settle(self, batch: Sequence[_Ended], answers: Sequence[str]) -> None:
+        for each, answer in zip(batch, answers, strict=True):
+            if answer == "accepted" and isinstance(each.report, Finish):
+                self._counts[f"finished_{each.report.outcome}"] += 1
+            else:
+                self._counts[answer] += 1
+                if answer == "fenced":
+                    _log.warning("result refused: the lease was lost before", **_keys(each.execution))
+        self._forget(batch)
+
+    def _forget(self, batch: Sequence[_Ended]) -> None:
+        self._keeper.forget([each.execution for each in batch])
+        with self._answered:
+            self._answered.notify_all()
+
+
+def _arguments(batch: Sequence[_Ended]) -> list[list[object]]:
+    reports = [each.report for each in batch if isinstance(each.report, Finish)]
+    return [
+        [each.execution.claim.task_run_id for each in batch],
+        [each.execution.claim.fencing_token for each in batch],
+        [report.outcome for report in reports],
+        [report.output for report in reports],
+        [report.error for report in reports],
+        [report.retryable for report in reports],
+    ]
+
+
+def _keys(execution: Execution) -> dict[str, object]:
+    claim = execution.claim
+    return {
+        "run": claim.run_id,
+        "task_run": claim.task_run_id,
+        "attempt": claim.attempt,
+        "token": claim.fencing_token,
+    }

@@ -1,0 +1,232 @@
+"""Keeping the leases of what this process really executes, on a connection and thread of its own.
+
+A lease is renewed from the claim's answer until the finish is answered, by task run and token: a claim whose
+answer was lost is renewed by nobody. The same thread reports progress and presence, which may wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import psycopg
+
+from flowforge import log
+from flowforge.execution import Execution, StopReason
+from flowforge.session import Session, Unanswered
+
+_log = log.of("worker")
+
+_RENEW = """
+    select r.outcome
+    from flowforge.renew_leases(%s::bigint[], %s::bigint[], make_interval(secs => %s)) as r
+    order by r."position"
+"""
+_PROGRESS = """
+    select flowforge.report_progress(p.task_run_id, p.fencing_token, p.fraction, p.message)
+    from unnest(%s::bigint[], %s::bigint[], %s::float8[], %s::text[])
+        as p (task_run_id, fencing_token, fraction, message)
+"""
+_ANNOUNCE = "select flowforge.announce_worker(%s::text, %s::text[], %s::bigint)"
+
+PROGRESS_INTERVAL = 1.0
+"""Seconds between two reports of progress; of what comes in between, the last of each handler counts."""
+
+ANNOUNCE_INTERVAL = 30.0
+"""Seconds between two announcements of this worker's presence."""
+
+
+class LeaseKeeper:
+    """A thread that renews leases. `hold`, `forget`, `renew_soon` and `progressed` are for any thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        worker: str,
+        queues: Sequence[str],
+        capacity: int,
+        lease: float,
+        counts: Counter[str],
+        on_crash: Callable[[str], None],
+    ) -> None:
+        """`lease` in seconds, for what has none of its own; `on_crash` is told if the thread dies."""
+        self._session, self._worker, self._queues, self._capacity = session, worker, list(queues), capacity
+        self._lease, self._counts, self._on_crash = lease, counts, on_crash
+        self._changed = threading.Condition()
+        self._held: set[Execution] = set()
+        self._next_renewal = float("inf")
+        self._moved: set[Execution] = set()
+        self._next_progress = float("inf")
+        self._next_announcement = 0.0
+        self._closing = False
+        self._thread = threading.Thread(target=self._main, name="flowforge-renew", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def held(self) -> int:
+        """How many task runs are this worker's: their handlers run, or their reports are not answered yet."""
+        return len(self._held)
+
+    def hold(self, executions: Sequence[Execution]) -> None:
+        """Renew the leases of `executions` from now on, each at a third of its length."""
+        with self._changed:
+            self._held.update(executions)
+            first = min(each.renewed_at + each.claim.lease / 3 for each in executions)
+            if first < self._next_renewal:
+                self._next_renewal = first
+                self._changed.notify()
+
+    def forget(self, executions: Iterable[Execution]) -> None:
+        """Renew these no longer."""
+        with self._changed:
+            self._held.difference_update(executions)
+            self._moved.difference_update(executions)
+
+    def renew_soon(self, execution: Execution) -> None:
+        """Renew this one at once: what its own transaction had added to the lease was rolled back with it."""
+        with self._changed:
+            execution.renewed_at = float("-inf")
+            self._next_renewal = 0.0
+            self._changed.notify()
+
+    def progressed(self, execution: Execution) -> None:
+        """`execution.progress` is to be reported, together with what else comes within a second."""
+        with self._changed:
+            self._moved.add(execution)
+            if self._next_progress == float("inf"):
+                self._next_progress = time.monotonic() + PROGRESS_INTERVAL
+                self._changed.notify()
+
+    def close(self, timeout: float) -> None:
+        """Take the announcement back and end, within about `timeout` seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._session.sever()
+            self._thread.join(1)
+
+    # -- in the thread
+
+    def _main(self) -> None:
+        try:
+            while not self._closing:
+                retry_at = self._turn()
+                with self._changed:
+                    due = min(self._next_renewal, self._next_progress, self._next_announcement)
+                    wait = max(due, retry_at) - time.monotonic()
+                    if wait > 0 and not self._closing:
+                        self._changed.wait(min(wait, 60.0))
+            if self._session.healthy:
+                self._announce(0)
+        except Unanswered:
+            pass
+        except Exception as exc:  # noqa: BLE001 -- a thread that dies must not go unnoticed
+            _log.exception("renewing leases broke down")
+            self._on_crash(f"renewing leases broke down: {exc}")
+        finally:
+            self._session.close()
+
+    def _turn(self) -> float:
+        """Do what is due; until when to wait at least, after a failure."""
+        try:
+            now = time.monotonic()
+            if now >= self._next_renewal:
+                self._renew(now)
+            if now >= self._next_progress:
+                self._report_progress()
+            if now >= self._next_announcement:
+                self._next_announcement = now + ANNOUNCE_INTERVAL
+                self._announce(self._capacity)
+        except Unanswered:
+            return time.monotonic() + self._session.pause()
+        return 0.0
+
+    def _renew(self, now: float) -> None:
+        with self._changed:
+            # Also what will be due soon, so that many leases do not become many statements.
+            due = [
+                each
+                for each in self._held
+                if each.renewed_at + each.claim.lease / 6 <= now and not each.finished
+            ]
+        try:
+            if due:
+                self._apply(due, now, self._ask(due))
+        except psycopg.Error as exc:
+            _log.warning("renewal refused; repeating one by one", count=len(due), error=str(exc).strip())
+            for each in due:
+                try:
+                    self._apply([each], now, self._ask([each]))
+                except psycopg.Error as each_exc:
+                    each.renewed_at = now
+                    _log.error(
+                        "renewal refused", task_run=each.claim.task_run_id, error=str(each_exc).strip()
+                    )
+        with self._changed:
+            self._next_renewal = min(
+                (each.renewed_at + each.claim.lease / 3 for each in self._held if not each.finished),
+                default=float("inf"),
+            )
+
+    def _ask(self, due: Sequence[Execution]) -> list[str]:
+        ids = [each.claim.task_run_id for each in due]
+        tokens = [each.claim.fencing_token for each in due]
+        # An answer that takes longer than the next renewal is worth no more than a new connection.
+        limit = max(1.0, min(each.claim.lease for each in due) / 3)
+        return [outcome for (outcome,) in self._session.call(_RENEW, [ids, tokens, self._lease], limit=limit)]
+
+    def _apply(self, due: Sequence[Execution], now: float, outcomes: Sequence[str]) -> None:
+        for each, outcome in zip(due, outcomes, strict=True):
+            each.renewed_at = now
+            if outcome == "cancel":
+                each.stop(StopReason.CANCEL)
+            elif outcome == "busy":
+                # Held, by whoever has the row locked, but not extended: look again a little earlier.
+                each.renewed_at = now - each.claim.lease / 6
+            elif outcome == "lost":
+                if each.ended:
+                    # Finished a moment ago, perhaps, and the answer is still to come: let that decide.
+                    each.gone = True
+                elif not (each.committing or each.finished):
+                    self._lost(each)
+
+    def _lost(self, execution: Execution) -> None:
+        if execution.stop(StopReason.LOST):
+            claim = execution.claim
+            self._counts["lost"] += 1
+            _log.warning(
+                "lease lost; stopping the handler", run=claim.run_id, task_run=claim.task_run_id,
+                attempt=claim.attempt, token=claim.fencing_token,
+            )  # fmt: skip
+        self.forget([execution])
+
+    def _report_progress(self) -> None:
+        with self._changed:
+            ready = sorted(self._moved, key=lambda each: each.claim.task_run_id)
+            self._moved.clear()
+            self._next_progress = float("inf")
+        reports = [
+            (each.claim.task_run_id, each.claim.fencing_token, *each.progress)
+            for each in ready
+            if each.progress
+        ]
+        if not reports:
+            return
+        try:
+            self._session.call(_PROGRESS, [list(column) for column in zip(*reports, strict=True)])
+        except psycopg.Error as exc:
+            _log.warning("progress not recorded", count=len(reports), error=str(exc).strip())
+
+    def _announce(self, capacity: int) -> None:
+        try:
+            self._session.call(_ANNOUNCE, [self._worker, self._queues, capacity])
+        except psycopg.Error as exc:
+            # Presence only sizes the window; work goes on without it.
+            _log.warning("presence not announced", error=str(exc).strip())

@@ -1,0 +1,121 @@
+"""One thread's connection to PostgreSQL, replaced when it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psycopg
+
+from flowforge import db, log
+from flowforge.config import Config
+
+_log = log.of("worker")
+
+CALL_LIMIT = 60.0
+"""Seconds after which a call that got no answer is given up as lost with its connection."""
+
+
+class Unanswered(Exception):
+    """No answer: the connection was lost or could not be made. Whether the statement took effect is not
+    known."""
+
+
+class Session:
+    """Calls of one thread on one connection. Everything but `sever` belongs to that thread."""
+
+    def __init__(
+        self, config: Config, purpose: str, on_connect: Callable[[db.Connection], None] | None = None
+    ) -> None:
+        """`purpose` ends the application_name; `on_connect` is called with each new connection."""
+        self._config, self._purpose, self._on_connect = config, purpose, on_connect
+        self._conn: db.Connection | None = None
+        self._backoff = db.Backoff()
+        self.lost_since_answer = 0
+
+    @property
+    def connection(self) -> db.Connection | None:
+        """The present connection, if there is one."""
+        return self._conn
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last call was answered."""
+        return self.lost_since_answer == 0
+
+    def call(
+        self,
+        query: str,
+        params: Sequence[Any],
+        *,
+        limit: float = CALL_LIMIT,
+        lock_timeout: float | None = None,
+    ) -> list[tuple[Any, ...]]:
+        """Run one statement as its own transaction; its rows. `limit`: seconds after which the connection
+        counts as lost; `lock_timeout`: seconds, the configured one unless given.
+
+        Raises Unanswered, or psycopg.Error for a definite refusal, which changed nothing.
+        """
+        try:
+            conn = self._connected()
+            with db.guard(conn, limit):
+                rows = db.call(conn, query, params, lock_timeout=lock_timeout or self._config.lock_timeout)
+        except (psycopg.Error, OSError) as exc:
+            if not self._is_lost(exc):
+                raise
+            self.close()
+            if self.healthy:
+                _log.warning(
+                    "database connection lost; trying again", connection=self._purpose, error=_brief(exc)
+                )
+            self.lost_since_answer += 1
+            raise Unanswered(_brief(exc)) from exc
+        if not self.healthy:
+            _log.info("database answers again", connection=self._purpose)
+            self.lost_since_answer = 0
+        self._backoff.reset()
+        return rows
+
+    def pause(self) -> float:
+        """Seconds to wait before the next try after a failure: growing, with jitter, until a call is
+        answered."""
+        return self._backoff.next()
+
+    def sever(self) -> None:
+        """Make a call that is under way fail. From any thread."""
+        if (conn := self._conn) is not None and not conn.closed:
+            db.sever(conn.fileno())
+
+    def close(self) -> None:
+        """Close the connection; the next call makes another."""
+        if self._conn is not None:
+            self._conn.close()
+            self._conn = None
+
+    def _connected(self) -> db.Connection:
+        if self._conn is None:
+            conn = db.connect(
+                self._config.database_url,
+                application_name=f"flowforge worker {self._purpose}",
+                connect_timeout=self._config.connect_timeout,
+                prepared_statements=self._config.prepared_statements,
+            )
+            self._conn = conn
+            if self._on_connect is not None:
+                with db.guard(conn, CALL_LIMIT):
+                    self._on_connect(conn)
+        return self._conn
+
+    def _is_lost(self, exc: Exception) -> bool:
+        """Whether the outcome is unknown, or only a fresh connection can do better. To ask again for the same
+        is safe in both cases."""
+        if self._conn is None:
+            return True
+        if isinstance(exc, psycopg.DataError) and exc.sqlstate is None:
+            # psycopg itself refused an argument; nothing was sent.
+            return self._conn.broken
+        return db.connection_useless(self._conn, exc)
+
+
+def _brief(exc: BaseException) -> str:
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__

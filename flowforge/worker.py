@@ -1,0 +1,240 @@
+"""The worker: takes dispatches, claims them, runs their handlers, reports how they ended.
+
+It may lose everything it has in memory at any moment. What it had claimed is offered again by the reaper when
+the lease runs out; what it had not is still the broker's or the database's. What it still believes to own is
+checked by the fencing token at every step that could change anything.
+
+Threads and connections: claiming (claim), handlers (none, but one for each open transaction of a handler),
+reporting (finish), leases, progress and presence (renew). The thread that calls `run` only watches.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flowforge import db, log, runner
+from flowforge.claiming import Claimer, Parts, QueueClaimer
+from flowforge.config import Config
+from flowforge.context import Context
+from flowforge.definition import Workflow
+from flowforge.errors import BrokerMisconfigured, ConfigError, DatabaseUnavailable, FlowForgeError
+from flowforge.execution import StopReason
+from flowforge.executor import Executor, Handler
+from flowforge.finishing import Finisher
+from flowforge.leases import LeaseKeeper
+from flowforge.messages import MessageClaimer
+from flowforge.session import Session
+
+_log = log.of("worker")
+
+ROLE = "flowforge_worker"
+FUNCTIONS = (
+    "announce_worker", "assert_lease", "claim_next", "claim_task_runs", "finish_task_run", "finish_task_runs",
+    "release_task_run", "renew_leases", "report_progress",
+)  # fmt: skip
+
+COUNTS_INTERVAL = 60.0
+"""Seconds between two log lines with what was done."""
+
+
+def handlers_of(workflows: Iterable[Workflow]) -> dict[str, Handler]:
+    """The handlers of `workflows` by name. Raises ConfigError when one name means two functions."""
+    handlers: dict[str, Handler] = {}
+    for workflow in workflows:
+        for name, task in workflow.handlers.items():
+            other: Any = handlers.setdefault(name, task)
+            if other.function is not task.function:
+                raise ConfigError(f"two functions under one handler name, {name!r}: {other!r} and {task!r}")
+    return handlers
+
+
+def run(
+    handlers: Mapping[str, Handler],
+    config: Config,
+    *,
+    stop: runner.Stop | None = None,
+    health: runner.Health | None = None,
+) -> int:
+    """Run a worker until asked to stop and return its exit code.
+
+    `handlers` are functions of one Context, sync or async, by handler name. Without `stop` the signals of the
+    process ask for it (main thread only), and the process ends in here should a handler's thread be left
+    behind; with it this may be any thread. Asked once: nothing new is taken, handlers get `config.grace`
+    seconds, what then still runs is given back. Asked twice: that happens at once.
+    """
+    if stop is None:
+        with runner.signals(runner.Stop()) as own:
+            worker = Worker(handlers, config, own, health)
+            code = worker.run()
+        if worker.left_behind:
+            # Threads of handlers that did not stop would hold up the interpreter's own end; everything is
+            # settled.
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
+    return Worker(handlers, config, stop, health).run()
+
+
+class Worker:
+    """One worker. `run` may be called once."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        config: Config,
+        stop: runner.Stop,
+        health: runner.Health | None = None,
+    ) -> None:
+        # The random part tells this process from an earlier one of the same host and pid.
+        self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.counts: Counter[str] = Counter()
+        self._config, self._stop = config, stop
+        self._health = health or runner.Health("worker", config.health_file)
+        self._broken: str | None = None
+        self._keeper = LeaseKeeper(
+            Session(config, "renew"), self.name, config.queues, config.concurrency, config.lease, self.counts,
+            self._break_down,
+        )  # fmt: skip
+        self._finisher = Finisher(Session(config, "finish"), self._keeper, self.counts, self._break_down)
+        self._executor = Executor(
+            handlers,
+            config.concurrency,
+            lambda execution: Context(execution, self._keeper, config),
+            self._finisher.put,
+            self._break_down,
+        )
+        parts = Parts(
+            config, self.name, self._executor, self._keeper, self._finisher, self.counts, self._break_down
+        )
+        self._messages = MessageClaimer(parts) if config.uses_broker else None
+        self._claimer: Claimer = self._messages or QueueClaimer(parts)
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether a thread is left that runs a handler which did not stop."""
+        return self._executor.lost > 0
+
+    def run(self) -> int:
+        """Work until asked to stop, or until nothing can be done any more; the exit code."""
+        try:
+            self._check()
+            self._start()
+        except FlowForgeError as exc:
+            _log.error(str(exc))
+            self._health.report("failed", str(exc))
+            if self._messages is not None:
+                self._messages.channel.close()
+            return runner.exit_code(exc)
+        self._watch()
+        answered = self._shut_down()
+        _log.info("stopped", **self._totals())
+        if self._broken is not None:
+            self._health.report("failed", self._broken)
+            return runner.EXIT_NO_SLOTS if self._executor.exhausted else runner.EXIT_ERROR
+        return runner.EXIT_FORCED if self._stop.immediate and not answered else runner.EXIT_OK
+
+    def _break_down(self, reason: str) -> None:
+        if self._broken is None and not self._stop.requested:
+            self._broken = reason
+            _log.error(reason)
+            # One request to stop would give the remaining handlers their grace time; they have it only with
+            # all parts alive.
+            self._stop.request()
+
+    def _check(self) -> None:
+        """Wait for the database, then check schema and privileges. Raises FlowForgeError for what will not
+        pass."""
+        backoff = db.Backoff()
+        while not self._stop.requested:
+            try:
+                conn = runner.connect(self._config, "worker")
+            except DatabaseUnavailable as exc:
+                if self._health.report("no database", str(exc)):
+                    _log.warning("no database; waiting for it", error=str(exc))
+                self._stop.wait(backoff.next())
+                continue
+            with conn:
+                runner.check_start(conn, FUNCTIONS, ROLE)
+            return
+
+    def _start(self) -> None:
+        if self._messages is not None:
+            channel = self._messages.channel
+            channel.start()
+            while not self._stop.requested and not channel.wait_ready(1.0):
+                if isinstance(channel.error, BrokerMisconfigured):
+                    raise channel.error
+                if channel.error is not None:
+                    # It comes back by itself; a worker that waits for it may as well be up.
+                    self._health.report("no broker", str(channel.error))
+                    break
+        self._finisher.start()
+        self._keeper.start()
+        self._claimer.start()
+        _log.info(
+            "started", worker=self.name, queues=",".join(self._config.queues), count=self._config.concurrency
+        )
+
+    def _watch(self) -> None:
+        """Until asked to stop: say how it is, and what was done."""
+        said = time.monotonic()
+        while not self._stop.wait(1.0):
+            if not self._claimer.session.healthy:
+                self._health.report("no database")
+            elif self._messages is not None and self._messages.channel.state != "connected":
+                self._health.report("no broker", str(self._messages.channel.error or ""))
+            else:
+                self._health.ticked()
+            if time.monotonic() - said >= COUNTS_INTERVAL:
+                said = time.monotonic()
+                _log.info("so far", **self._totals())
+
+    def _shut_down(self) -> bool:
+        """Take nothing new, let handlers finish, give back the rest just before the grace time is over.
+        Whether everything that ended could be reported."""
+        self._health.report("stopping")
+        grace = 0.0 if self._broken is not None else self._config.grace
+        deadline = time.monotonic() + grace
+        giving_back = deadline - min(2.0, grace / 4)
+        self._claimer.stop()
+        while not self._stop_now() and time.monotonic() < giving_back:
+            if self._claimer.ended and self._executor.wait_idle(0.05):
+                break
+            time.sleep(0.01)
+        if told := self._executor.stop_all(StopReason.SHUTDOWN):
+            _log.warning("handlers did not finish in the grace time; giving their task runs back", count=told)
+            self._executor.wait_idle(0.5)
+        self._executor.abandon_all()
+        if not self._claimer.ended:
+            self._claimer.close()
+        self._finisher.close()
+        answered = self._finisher.wait_ended(2.0)
+        while not answered and not self._stop_now() and time.monotonic() < deadline:
+            answered = self._finisher.wait_ended(0.05)
+        if not answered:
+            self._finisher.give_up()
+            _log.warning(
+                "the database did not take every result; the leases of the rest run out",
+                count=self._keeper.held,
+            )
+        self._keeper.close(1.0)
+        if self._messages is not None:
+            self._messages.channel.close(2.0)
+        self._executor.close()
+        return answered
+
+    def _stop_now(self) -> bool:
+        return self._broken is None and self._stop.immediate
+
+    def _totals(self) -> dict[str, int]:
+        return dict(sorted(self.counts.items()))
