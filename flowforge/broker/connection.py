@@ -6,7 +6,6 @@ import functools
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
 
@@ -69,6 +68,7 @@ class Client(threading.Thread):
         self._turn = 0
         self._changed = threading.Condition()
         self._was_connected = False
+        self._closing = False
         self._ended = False
 
     # -- from any thread
@@ -91,13 +91,14 @@ class Client(threading.Thread):
         if self.is_alive():
             self._post(self._close)
             self.join(seconds)
-            if self.is_alive():
-                self._post(self._loop.stop)
-                self.join(seconds)
+            # A broker that is blocked or gone does not answer.
+            self._post(lambda: self._abort("closed"))
+            self.join(seconds)
 
     def run(self) -> None:
+        self._post(self._connect)
         while not self._served():
-            time.sleep(self._backoff.next())
+            pass
         with self._changed:
             self._ended = True
         self._set_state("closed", BrokerUnavailable("the connection was closed"))
@@ -105,17 +106,14 @@ class Client(threading.Thread):
 
     def _served(self) -> bool:
         """Serve the connection until it is closed (true) or an unforeseen error shows (false)."""
-        self._post(self._connect)
         try:
             self._loop.start()
-        except Exception as exc:  # noqa: BLE001 -- a thread that ended here would leave its daemon waiting for ever
-            self._log.exception("the broker's thread failed; it starts anew")
-            with self._changed:
-                broken, self._loop = self._loop, IOLoop()
-            broken.close()
-            self._set_state("connecting", BrokerUnavailable(f"the broker's thread failed: {cause(exc)}"))
-            self._drop()
-            return False
+        except Exception:  # noqa: BLE001 -- a thread that ended here would leave its daemon waiting for ever
+            self._log.exception("unforeseen error; starting anew with a fresh connection")
+            if not self._closing:
+                self._abort("unforeseen error")
+                self._loop.call_later(self._backoff.next(), self._connect)
+                return False
         return True
 
     # -- in the thread
@@ -131,6 +129,8 @@ class Client(threading.Thread):
             self._changed.notify_all()
 
     def _connect(self) -> None:
+        if self._connection is not None and not self._connection.is_closed:
+            return None
         url = self._config.amqp_urls[self._turn % len(self._config.amqp_urls)]
         self._turn += 1
         try:
@@ -174,7 +174,7 @@ class Client(threading.Thread):
         raise NotImplementedError
 
     def _ready(self) -> None:
-        if self._was_connected:
+        if self._was_connected and self.state != "connected":
             self._log.info("connected to the broker again")
         self._was_connected = True
         self._backoff.reset()
@@ -182,7 +182,7 @@ class Client(threading.Thread):
 
     def _failed(self, error: BrokerError) -> None:
         """The connection cannot be made or used: try again after a while."""
-        if self.state == "closed":
+        if self._closing:
             self._loop.stop()
             return
         if self.error is None or str(self.error) != str(error):
@@ -193,16 +193,13 @@ class Client(threading.Thread):
 
     def _lost(self, exc: BaseException) -> None:
         """An open connection has ended."""
-        self._drop()
-        if isinstance(self.error, BrokerMisconfigured):
-            return self._failed(self.error)
-        return self._failed(BrokerUnavailable(f"the connection to the broker was lost: {cause(exc)}"))
-
-    def _drop(self) -> None:
         self.generation += 1
         self._connection = None
         self._waiting.clear()
         self._forget()
+        if isinstance(self.error, BrokerMisconfigured):
+            return self._failed(self.error)
+        return self._failed(BrokerUnavailable(f"the connection to the broker was lost: {cause(exc)}"))
 
     def _forget(self) -> None:
         """Drop what belonged to the lost connection."""
@@ -215,7 +212,7 @@ class Client(threading.Thread):
             self._set_state("connected")
 
     def _close(self) -> None:
-        self.state = "closed"
+        self._closing = True
         if self._connection is None or self._connection.is_closed:
             self._loop.stop()
         elif self._connection.is_open and not isinstance(self.error, BrokerBlocked):
@@ -277,9 +274,10 @@ class Client(threading.Thread):
         if (resume := self._waiting.pop(channel, None)) is not None:
             resume(error=reason)
 
-    def _declare(self, queues: Iterable[str]) -> Steps:
-        """Declare exchanges and `queues`, and return which of the queues were not there."""
-        names, gone = self._names, []
+    def _declare(self, queues: Iterable[str], gone: set[str]) -> Steps:
+        """Declare exchanges and `queues`; those that were not there are added to `gone`, at once, so that the
+        evidence outlasts whatever fails afterwards."""
+        names = self._names
         arguments = {"x-queue-type": self._config.queue_type}
         channel = yield from self._channel()
         try:
@@ -300,7 +298,7 @@ class Client(threading.Thread):
                 except pika.exceptions.ChannelClosedByBroker as exc:
                     if exc.reply_code != 404:
                         raise
-                    gone.append(queue)
+                    gone.add(queue)
                     channel = yield from self._channel()
                 yield from self._ask(
                     channel, "queue_declare", queue=names.queue(queue), durable=True, arguments=arguments
@@ -317,7 +315,6 @@ class Client(threading.Thread):
                 raise BrokerMisconfigured(_mismatch(exc.reply_text)) from exc
             raise
         channel.close()
-        return gone
 
 
 def cause(exc: BaseException) -> str:

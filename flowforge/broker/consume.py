@@ -88,7 +88,7 @@ class ConsumeChannel(Client):
     # -- in the thread
 
     def _set_up(self) -> Steps:
-        yield from self._declare(queue for queue in self._wanted if unusable(queue) is None)
+        yield from self._declare([queue for queue in self._wanted if unusable(queue) is None], set())
         self._consuming = channel = yield from self._channel()
         channel.add_on_cancel_callback(lambda _: self._abort("a queue was deleted under its consumer"))
         self._ready()

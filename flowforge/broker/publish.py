@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,12 +55,14 @@ class _Batch:
         ]
         self.open = self.outcomes.count(None)
         self.done = threading.Event()
+        self.at_the_end: Callable[[], None] = lambda: None
 
     def settle(self, index: int, outcome: Outcome) -> None:
         if self.outcomes[index] is None:
             self.outcomes[index] = outcome
             self.open -= 1
             if self.open == 0:
+                self.at_the_end()
                 self.done.set()
 
 
@@ -148,24 +151,24 @@ class PublishChannel(Client):
 
     def _ensure(self, queues: set[str], done: threading.Event) -> Steps:
         self._queues |= queues
-        self.gone |= set((yield from self._declare(sorted(queues))))
+        yield from self._declare(sorted(queues), self.gone)
         self._declared |= queues
         with self._changed:
             done.set()
             self._changed.notify_all()
 
     def _set_up(self) -> Steps:
-        self.gone |= set((yield from self._declare(sorted(self._queues))))
+        yield from self._declare(sorted(self._queues), self.gone)
         self._declared = set(self._queues)
         yield from self._open_publishing()
-        self._ready()
-        self._pump()
 
     def _open_publishing(self) -> Steps:
         channel = yield from self._channel()
         channel.add_on_return_callback(self._returned)
         yield from self._confirm_mode(channel)
         self._publishing, self._tag = channel, 0
+        self._ready()
+        self._pump()
 
     def _confirm_mode(self, channel: Any) -> Steps:
         def ask(resume: Resume) -> None:
@@ -178,7 +181,8 @@ class PublishChannel(Client):
         self._pending.extend(
             (batch, index) for index, outcome in enumerate(batch.outcomes) if outcome is None
         )
-        self._loop.call_later(timeout, functools.partial(self._give_up, batch, "no confirm in time"))
+        timer = self._loop.call_later(timeout, functools.partial(self._give_up, batch, "no confirm in time"))
+        batch.at_the_end = functools.partial(self._loop.remove_timeout, timer)
         self._pump()
 
     def _pump(self) -> None:
@@ -213,7 +217,7 @@ class PublishChannel(Client):
         acked = method.NAME == "Basic.Ack"
         tags = [method.delivery_tag]
         if method.multiple:
-            tags = [tag for tag in self._sent if tag <= method.delivery_tag]
+            tags = list(itertools.takewhile(lambda tag: tag <= method.delivery_tag, self._sent))
         for tag in tags:
             if (sent := self._sent.get(tag)) is None:
                 continue
@@ -265,7 +269,9 @@ class PublishChannel(Client):
         waiting = [each for queue in self._deferred.values() for each in queue]
         self._deferred.clear()
         text = cause(reason)
+        again = self._set_up
         if isinstance(reason, pika.exceptions.ChannelClosedByBroker) and reason.reply_code != 404:
+            again = self._open_publishing
             # One of the messages offends. Alone it is found out; among others they all go again one by one.
             if len(sent) == 1:
                 sent[0].batch.settle(sent[0].index, Outcome("permanent", f"the broker refuses it: {text}"))
@@ -275,8 +281,7 @@ class PublishChannel(Client):
         else:
             for batch, index in [(each.batch, each.index) for each in sent] + waiting:
                 batch.settle(index, Outcome("unknown", text))
-        if self._connection is not None and self._connection.is_open:
-            self._spawn(self._set_up())
+        self._spawn(again())
 
     def _forget(self) -> None:
         self._publishing = None
