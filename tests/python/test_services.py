@@ -18,7 +18,7 @@ from psycopg import sql
 from tests.services import debian, postgres
 from tests.services.database import Clock, Database
 from tests.services.postgres import PostgresServer
-from tests.services.process import descendants, is_alive, wait_until
+from tests.services.process import descendants, has_ended, wait_for_end, wait_until
 from tests.services.rabbitmq import Broker, RabbitServer
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -63,9 +63,10 @@ def test_postgres_keeps_its_data(own_pg_server: PostgresServer, end: str) -> Non
     with own_pg_server.connect() as connection:
         connection.execute("create table kept as select 42 as value")
         assert own_pg_server.process is not None
-        processes = [own_pg_server.process.pid, *descendants(own_pg_server.process.pid)]
+        processes = descendants(own_pg_server.process.pid)
         own_pg_server.stop() if end == "restart" else own_pg_server.kill()
-        assert not any(map(is_alive, processes))
+        assert not own_pg_server.is_running()
+        assert all(map(has_ended, processes))
         with pytest.raises(psycopg.OperationalError):
             connection.execute("select")
     own_pg_server.start()
@@ -269,14 +270,12 @@ def test_a_namespace_is_cleaned_and_no_other(rabbit_server: RabbitServer, amqp_n
 
 
 ORPHANAGE = """
-import os, sys
+import sys
 from tests.services import postgres, rabbitmq
-from tests.services.process import descendants
 database = postgres.PostgresServer(*postgres.binaries(sys.argv[1]))
 broker = rabbitmq.RabbitServer()
 database.start()
 broker.start()
-print(*descendants(os.getpid()))
 print(database.directory, broker.directory, flush=True)
 sys.stdin.read()
 """
@@ -292,13 +291,12 @@ def test_no_server_outlives_a_killed_test_run(request: pytest.FixtureRequest) ->
         text=True,
     ) as starter:
         assert starter.stdout is not None
-        processes = [int(pid) for pid in starter.stdout.readline().split()]
-        directories = starter.stdout.readline().split()
-        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes}
-        assert {"postgres", "beam.smp", "epmd"} <= names
+        directories = starter.stdout.readline().split()  # they run now
+        processes = descendants(starter.pid)
+        assert {"postgres", "beam.smp", "epmd"} <= {process.name() for process in processes}
         os.kill(starter.pid, signal.SIGKILL)
         starter.wait()
-    wait_until(lambda: not any(map(is_alive, processes)), "the servers' end")
+    wait_for_end(processes)
     for directory in directories:
         shutil.rmtree(directory)
 

@@ -17,7 +17,7 @@ import psycopg
 from psycopg import conninfo, sql
 
 from tests.services import debian
-from tests.services.process import descendants, free_port, is_alive, kill_tree, start_child, wait_until
+from tests.services.process import descendants, free_port, kill_tree, start_child, wait_for_end, wait_until
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -205,7 +205,7 @@ class PostgresServer:
             process.wait(60)
         except subprocess.TimeoutExpired:
             kill_tree(process)
-        wait_until(lambda: not any(map(is_alive, below)), f"the end of {below}")
+        wait_for_end(below)
 
     def restart(self) -> None:
         """Stop in order and start again on the same port."""

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from random import SystemRandom
+
+import psutil
 
 LAUNCHER = Path(__file__).with_name("launch.py")
 
@@ -71,30 +73,23 @@ def accepts_connections(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[psutil.Process]:
     """The processes below `pid`, as they are now."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                # The name, in parentheses, may contain anything; the parent is the second field after it.
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found: list[int] = []
-    todo = [pid]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+    return psutil.Process(pid).children(recursive=True)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and awaits its parent counts as gone."""
+def has_ended(process: psutil.Process) -> bool:
+    """Whether the process runs no more; one that only awaits its parent's notice has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for_end(processes: Iterable[psutil.Process]) -> None:
+    """Return when all of them have ended."""
+    remaining = list(processes)
+    wait_until(lambda: all(map(has_ended, remaining)), f"the end of {remaining}")
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -102,7 +97,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     below = descendants(process.pid)
     process.kill()
     process.wait()
-    for pid in below:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, below)), f"the end of {below}")
+    for child in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    wait_for_end(below)

@@ -229,6 +229,8 @@ class RabbitServer(Broker):
         return {name: (int(ready), int(given), int(consumers)) for name, ready, given, consumers in rows}
 
     def delete_namespace(self, namespace: str) -> None:
+        if not self.is_running():  # queues come back with it
+            self.start()
         self.ctl(
             "eval",
             f'Ours = <<"{namespace}">>,'
