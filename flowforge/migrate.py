@@ -77,6 +77,8 @@ def migrate(dsn: str, create_roles: bool = True, *, directory: Path | None = Non
     try:
         with db.connect(dsn, application_name="flowforge migrate") as conn:
             _check_server(conn)
+            # So that the lock of a killed runner goes at once, not when its last statement ends.
+            conn.execute("set client_connection_check_interval = '1s'")
             _take_lock(conn)
             created = _roles(conn, create_roles)
             _become_member(conn)
@@ -109,9 +111,7 @@ def _check_server(conn: db.Connection) -> None:
         raise SchemaError(f"PostgreSQL 15 or newer is needed; this is {conn.info.server_version // 10_000}")
     encoding = conn.info.parameter_status("server_encoding")
     if encoding != "UTF8":
-        raise SchemaError(
-            f"the database's encoding must be UTF8; it is {encoding}: create it with encoding 'UTF8'"
-        )
+        raise SchemaError(f"the database's encoding is {encoding}; create it with encoding 'UTF8'")
 
 
 def _take_lock(conn: db.Connection) -> None:
