@@ -78,7 +78,7 @@ class Config:
     settle_batch: int = _count(1000, 1, 100_000, "scheduler: finished task runs settled by one call")
     dispatch_batch: int = _count(500, 1, 100_000, "scheduler: task runs dispatched by one call")
 
-    publish_batch: int = _count(1000, 1, 100_000, "publisher: messages of one transaction")
+    publish_batch: int = _count(1000, 1, 10_000, "publisher: messages of one transaction")
     confirm_window: int = _count(
         1000, 1, 65_535, "publisher: messages under way to the broker and not yet confirmed"
     )
