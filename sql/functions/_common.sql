@@ -13,11 +13,13 @@ comment on function flowforge.schema_version() is
     'Version of the tables and functions. A daemon refuses to start against a version lower than its own.';
 
 create or replace function flowforge._limit(p_name text) returns bigint
-language sql stable strict
+language plpgsql stable strict
 set search_path = pg_catalog, pg_temp
-begin atomic
-    select s.value from flowforge.setting s where s.name = p_name;
-end;
+as $$
+begin
+    return (select s.value from flowforge.setting s where s.name = p_name);
+end
+$$;
 comment on function flowforge._limit(text) is 'Value of a named limit; see the view limits.';
 
 create or replace function flowforge._position(p_sorted bigint[], p_id bigint) returns integer

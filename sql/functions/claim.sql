@@ -90,10 +90,11 @@ comment on function flowforge._claim_pairs_unlocked(bigint[], uuid[], text, uuid
     'The second round of a claim: what has become ready since the first and is not locked. A second waiting lock could close a cycle.';
 
 create or replace function flowforge._claim_reason(p_task_run_id bigint, p_dispatch_id uuid) returns text
-language sql stable
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
-begin atomic
-    select coalesce((
+as $$
+begin
+    return coalesce((
         select case
             when tr.dispatch_id is distinct from p_dispatch_id then
                 case when exists (select from flowforge.attempt a
@@ -108,20 +109,22 @@ begin atomic
         end
         from flowforge.task_run tr
         where tr.task_run_id = p_task_run_id), 'unknown');
-end;
+end
+$$;
 comment on function flowforge._claim_reason(bigint, uuid) is
     'Why a claim was not won: running, finished, superseded, cancelled, unknown, or ready, when it could be won after all.';
 
 create or replace function flowforge._claim_answer(p_task_run_ids bigint[], p_dispatch_ids uuid[], p_won bigint[])
 returns setof flowforge.claim_row
-language sql stable
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
-begin atomic
+as $$
+begin
+    return query
     select u.pos,
         case when c.task_run_id is not null then 'claimed'
-            else case flowforge._claim_reason(u.task_run_id, u.dispatch_id)
-                -- Still ready: another claimer has it locked at this moment.
-                when 'ready' then 'running' else flowforge._claim_reason(u.task_run_id, u.dispatch_id) end
+            -- Still ready: another claimer has it locked at this moment.
+            else coalesce(nullif(flowforge._claim_reason(u.task_run_id, u.dispatch_id), 'ready'), 'running')
         end,
         u.task_run_id, u.dispatch_id, c.fencing_token, c.attempt, c.run_id, c.workflow, c.task, c.handler, c.input,
         c.upstream_outputs, c.upstream_states, c.item, c.map_index, c.lease_length, c.lease_expires_at, c.time_limit
@@ -157,7 +160,8 @@ begin atomic
         limit 1
     ) c on true
     order by u.pos;
-end;
+end
+$$;
 comment on function flowforge._claim_answer(bigint[], uuid[], bigint[]) is
     'One row for each input position: the winner''s row with all that a handler needs, or why it was not won.';
 
@@ -206,12 +210,16 @@ comment on function flowforge.claim_task_runs(bigint[], uuid[], text, uuid, inte
 create or replace function flowforge.claim_task_run(
     task_run_id bigint, dispatch_id uuid, worker text, claim_id uuid, lease interval)
 returns setof flowforge.claim_row
-language sql volatile security definer
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-begin atomic
-    select c.* from flowforge.claim_task_runs(array[claim_task_run.task_run_id], array[claim_task_run.dispatch_id],
-        claim_task_run.worker, claim_task_run.claim_id, claim_task_run.lease) c;
-end;
+as $$
+#variable_conflict use_column
+begin
+    return query
+        select c.* from flowforge.claim_task_runs(array[claim_task_run.task_run_id], array[claim_task_run.dispatch_id],
+            claim_task_run.worker, claim_task_run.claim_id, claim_task_run.lease) c;
+end
+$$;
 comment on function flowforge.claim_task_run(bigint, uuid, text, uuid, interval) is
     'Claims one task run by its message; see claim_task_runs.';
 

@@ -4,14 +4,17 @@
 -- schedulers cannot overfill a window, since each holds the row of the queue that it fills. Safe to repeat. Raises WF001.
 
 create or replace function flowforge._window(p_queue_id bigint) returns bigint
-language sql stable
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
-begin atomic
-    select coalesce(q.window_size, greatest(100, 4 * (
-        select sum(w.capacity) from flowforge.worker w
-        where q.name = any (w.queues) and w.seen_at > flowforge._clock() - interval '2 minutes')))::bigint
-    from flowforge.queue q where q.queue_id = p_queue_id;
-end;
+as $$
+begin
+    return (
+        select coalesce(q.window_size, greatest(100, 4 * (
+            select sum(w.capacity) from flowforge.worker w
+            where q.name = any (w.queues) and w.seen_at > flowforge._clock() - interval '2 minutes')))::bigint
+        from flowforge.queue q where q.queue_id = p_queue_id);
+end
+$$;
 comment on function flowforge._window(bigint) is
     'Most task runs of a queue dispatched and due at once: its setting, or the larger of 100 and 4 times the announced capacity.';
 
@@ -128,12 +131,17 @@ comment on function flowforge.dispatch_ready(bigint) is
     'Moves due task runs into line, then dispatches eligible ones queue by queue into their windows, by priority. Answers how many it moved; 0 when there is nothing to do now. Raises WF001.';
 
 create or replace function flowforge.next_due() returns interval
-language sql volatile security definer
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-begin atomic
-    select (select tr.available_at from flowforge.task_run tr where tr.stage = 'delayed' order by tr.available_at limit 1)
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+begin
+    return (select tr.available_at from flowforge.task_run tr where tr.stage = 'delayed' order by tr.available_at limit 1)
         - flowforge._clock();
-end;
+end
+$$;
 comment on function flowforge.next_due() is
     'Time until the next delayed task run becomes due; null when none waits, 0 or less when one is due.';
 

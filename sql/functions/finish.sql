@@ -5,15 +5,18 @@
 -- repeat: answers repeated. Raises WF001, WF005, WF007.
 
 create or replace function flowforge._backoff(p_task_id bigint, p_failures bigint) returns interval
-language sql volatile
+language plpgsql volatile
 set search_path = pg_catalog, pg_temp
-begin atomic
+as $$
+begin
     -- The exponent is bounded, since the power of a large attempt number overflows; jitter only ever adds.
-    select make_interval(secs =>
-        least(t.retry_max_delay, t.retry_delay * power(t.retry_backoff, least(p_failures - 1, 60)::double precision))
-        * (1 + t.retry_jitter * random()))
-    from flowforge.task t where t.task_id = p_task_id;
-end;
+    return (
+        select make_interval(secs =>
+            least(t.retry_max_delay, t.retry_delay * power(t.retry_backoff, least(p_failures - 1, 60)::double precision))
+            * (1 + t.retry_jitter * random()))
+        from flowforge.task t where t.task_id = p_task_id);
+end
+$$;
 comment on function flowforge._backoff(bigint, bigint) is
     'Delay before the next attempt after so many failures: exponential, capped, with additive jitter.';
 
@@ -162,10 +165,11 @@ begin
         select u.pos, u.task_run_id,
             case
                 when u.task_run_id = any (v_accepted) and u.pos = v_positions[flowforge._position(v_ids, u.task_run_id)] then 'accepted'
-                when exists (select from flowforge.task_run tr where tr.task_run_id = u.task_run_id and tr.state = 'succeeded'
-                             and tr.fencing_token = u.fencing_token)
-                    or exists (select from flowforge.attempt a where a.task_run_id = u.task_run_id
-                               and a.fencing_token = u.fencing_token and a.answered) then 'repeated'
+                -- Not exists (…): that may be hashed, from a scan of the whole table.
+                when (select true from flowforge.task_run tr where tr.task_run_id = u.task_run_id and tr.state = 'succeeded'
+                          and tr.fencing_token = u.fencing_token limit 1)
+                    or (select true from flowforge.attempt a where a.task_run_id = u.task_run_id
+                            and a.fencing_token = u.fencing_token and a.answered limit 1) then 'repeated'
                 else 'fenced'
             end
         from unnest(finish_task_runs.task_run_ids, finish_task_runs.fencing_tokens) with ordinality u (task_run_id, fencing_token, pos)
@@ -178,11 +182,15 @@ comment on function flowforge.finish_task_runs(bigint[], bigint[], text[], jsonb
 create or replace function flowforge.finish_task_run(
     task_run_id bigint, fencing_token bigint, outcome text, output jsonb default null, error text default null, retryable boolean default true)
 returns text
-language sql volatile security definer
+language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
-begin atomic
-    select f.answer from flowforge.finish_task_runs(array[finish_task_run.task_run_id], array[finish_task_run.fencing_token],
-        array[finish_task_run.outcome], array[finish_task_run.output], array[finish_task_run.error], array[finish_task_run.retryable]) f;
-end;
+as $$
+#variable_conflict use_column
+begin
+    return (
+        select f.answer from flowforge.finish_task_runs(array[finish_task_run.task_run_id], array[finish_task_run.fencing_token],
+            array[finish_task_run.outcome], array[finish_task_run.output], array[finish_task_run.error], array[finish_task_run.retryable]) f);
+end
+$$;
 comment on function flowforge.finish_task_run(bigint, bigint, text, jsonb, text, boolean) is
     'Finishes one execution under its token: accepted, repeated or fenced; see finish_task_runs.';

@@ -84,6 +84,9 @@ comment on function flowforge.mark_refused(bigint[], text[]) is
 create or replace function flowforge.mark_unpublishable(outbox_id bigint, error text) returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 begin
@@ -92,7 +95,7 @@ begin
     end if;
     update flowforge.outbox o
     set parked_at = flowforge._clock(), tries = o.tries + 1, last_error = flowforge._cut_error(mark_unpublishable.error)
-    where o.outbox_id = mark_unpublishable.outbox_id and o.published_at is null and o.parked_at is null;
+    where o.outbox_id = mark_unpublishable.outbox_id and coalesce(o.published_at, o.parked_at) is null;
     if not found then
         return false;
     end if;

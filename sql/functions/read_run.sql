@@ -4,6 +4,9 @@ create or replace function flowforge.run_result(run_id bigint)
 returns table (workflow text, version bigint, state text, created_at timestamptz, finished_at timestamptz, outputs jsonb, errors jsonb)
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 begin
@@ -30,6 +33,9 @@ comment on function flowforge.run_result(bigint) is
 create or replace function flowforge.task_output(run_id bigint, task text) returns jsonb
 language plpgsql stable security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare

@@ -17,7 +17,7 @@ begin
         select l.task_run_id from unnest(p_task_run_ids) u (task_run_id)
         cross join lateral (
             select o.task_run_id from flowforge.outbox o
-            where o.task_run_id = u.task_run_id and o.published_at is null and o.parked_at is null
+            where o.task_run_id = u.task_run_id and coalesce(o.published_at, o.parked_at) is null
                 and o.dispatch_id = (select tr.dispatch_id from flowforge.task_run tr where tr.task_run_id = u.task_run_id)
             order by o.outbox_id limit 1 for update skip locked) l);
     insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
@@ -35,15 +35,18 @@ comment on function flowforge._arm(bigint[], timestamptz) is
     'Makes sure that ready task runs locked by the caller have an order to publish in the outbox.';
 
 create or replace function flowforge._redispatch_delay(p_queue_id bigint) returns interval
-language sql stable
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
-begin atomic
+as $$
+begin
     -- Twice what the window takes to drain at the recent pace, at most ten times the setting.
-    select greatest(q.redispatch_delay,
-        least(make_interval(secs => 2 * q.sampled_window / greatest(q.drain_rate, 0.001)),
-              case when q.drain_rate > 0 then 10 else 1 end * q.redispatch_delay))
-    from flowforge.queue q where q.queue_id = p_queue_id;
-end;
+    return (
+        select greatest(q.redispatch_delay,
+            least(make_interval(secs => 2 * q.sampled_window / greatest(q.drain_rate, 0.001)),
+                  case when q.drain_rate > 0 then 10 else 1 end * q.redispatch_delay))
+        from flowforge.queue q where q.queue_id = p_queue_id);
+end
+$$;
 comment on function flowforge._redispatch_delay(bigint) is
     'How long a dispatch of a queue may stay unclaimed: its setting, or longer while a full window drains slowly.';
 

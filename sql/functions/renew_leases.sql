@@ -61,6 +61,9 @@ comment on function flowforge.renew_leases(bigint[], bigint[], interval) is
 create or replace function flowforge.assert_lease(task_run_id bigint, fencing_token bigint) returns void
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -92,6 +95,9 @@ create or replace function flowforge.report_progress(
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 begin

@@ -423,7 +423,7 @@ create table if not exists flowforge.outbox (
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 create index if not exists outbox_unpublished on flowforge.outbox (next_attempt_at, outbox_id)
     where published_at is null and parked_at is null;
-create index if not exists outbox_parked on flowforge.outbox (outbox_id) where parked_at is not null;
+create index if not exists outbox_parked on flowforge.outbox (parked_at) where parked_at is not null;
 create index if not exists outbox_of_task_run on flowforge.outbox (task_run_id);
 comment on table flowforge.outbox is 'Orders to publish. One row is one order; arming a dispatch again adds a row and never changes an earlier one.';
 comment on column flowforge.outbox.outbox_id is 'Identity. Not an order of commits.';
