@@ -25,6 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    # What a developer's shell says about databases must not reach the tests.
+    for name in list(os.environ):
+        if name.startswith("PG") or (
+            name.startswith("FLOWFORGE_") and not name.startswith("FLOWFORGE_TEST_")
+        ):
+            del os.environ[name]
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"postgresql: {config.getoption('--pg')}"
 

@@ -53,7 +53,7 @@ def test_all_of_it_is_the_default(prepared: ModuleType, capsys: pytest.CaptureFi
 def test_what_arguments_leave_out_is_said(
     prepared: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Arguments are pytest's, on both versions; linters are not run then, and nobody is left to believe it."""
+    """Arguments are passed to pytest, on both versions; that no linter runs then is said."""
     asked: list[tuple[list[str], list[str]]] = []
 
     def run_tests(versions: list[str], arguments: list[str]) -> dict[str, int]:

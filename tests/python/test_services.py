@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from psycopg import sql
 from tests.services import debian, postgres
 from tests.services.database import Clock, Database
 from tests.services.postgres import PostgresServer
-from tests.services.process import descendants, has_ended, wait_for_end, wait_until
+from tests.services.process import Scratch, descendants, has_ended, wait_for_end, wait_until
 from tests.services.rabbitmq import Broker, RabbitServer
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -282,7 +281,7 @@ sys.stdin.read()
 
 
 def test_no_server_outlives_a_killed_test_run(request: pytest.FixtureRequest) -> None:
-    """SIGKILL of the process that started them ends PostgreSQL, RabbitMQ and its epmd."""
+    """SIGKILL of who started them ends PostgreSQL, RabbitMQ and its epmd; the next run removes their data."""
     with subprocess.Popen(
         [sys.executable, "-c", ORPHANAGE, request.config.getoption("--pg")],
         cwd=CHECKOUT,
@@ -297,8 +296,8 @@ def test_no_server_outlives_a_killed_test_run(request: pytest.FixtureRequest) ->
         os.kill(starter.pid, signal.SIGKILL)
         starter.wait()
     wait_for_end(processes)
-    for directory in directories:
-        shutil.rmtree(directory)
+    Scratch("later").remove()
+    assert not any(Path(directory).exists() for directory in directories)
 
 
 @pytest.mark.parametrize("apt_get", [None, "#!/bin/sh\necho no route to the mirror >&2\nexit 100\n"])

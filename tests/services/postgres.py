@@ -17,7 +17,15 @@ import psycopg
 from psycopg import conninfo, sql
 
 from tests.services import debian
-from tests.services.process import descendants, free_port, kill_tree, start_child, wait_for_end, wait_until
+from tests.services.process import (
+    Scratch,
+    descendants,
+    free_port,
+    kill_tree,
+    start_child,
+    wait_for_end,
+    wait_until,
+)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -86,7 +94,8 @@ class PostgresServer:
         self.port = free_port()
         self.password = secrets.token_hex(8)
         self.process: subprocess.Popen[bytes] | None = None
-        self.directory = Path(tempfile.mkdtemp(prefix="flowforge-pg-"))
+        self._scratch = Scratch("pg")
+        self.directory = self._scratch.path
         self._env = {key: value for key, value in os.environ.items() if not key.startswith("PG")}
         self._env |= {"LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
         self._account = _unprivileged_account() if os.getuid() == 0 else None
@@ -215,7 +224,7 @@ class PostgresServer:
     def remove(self) -> None:
         """Kill the server and delete its data."""
         self.kill()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._scratch.remove()
 
     def log(self) -> str:
         """The server's whole log."""

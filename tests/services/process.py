@@ -1,11 +1,14 @@
 """What both servers need: a child that dies with its parent, a free port, waiting, ending process trees."""
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,6 +17,33 @@ from random import SystemRandom
 import psutil
 
 LAUNCHER = Path(__file__).with_name("launch.py")
+
+
+class Scratch:
+    """A temporary directory that a later one removes if this process is killed before it can.
+
+    Each holds a locked file; one that nobody has locked belonged to a process that is gone.
+    """
+
+    def __init__(self, kind: str) -> None:
+        for old in Path(tempfile.gettempdir()).glob("flowforge-test-*"):
+            with contextlib.suppress(OSError):  # in use, or somebody else's
+                lock = os.open(old / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old)
+                finally:
+                    os.close(lock)
+        self.path = Path(tempfile.mkdtemp(prefix=f"flowforge-test-{kind}-"))
+        self._lock: int | None = os.open(self.path / "new", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self.path / "new").rename(self.path / "lock")  # found by others only once it is locked
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def start_child(

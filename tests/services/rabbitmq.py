@@ -3,12 +3,9 @@
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +14,7 @@ from pika.adapters.blocking_connection import BlockingChannel, BlockingConnectio
 from pika.exceptions import AMQPConnectionError, ChannelClosedByBroker
 
 from tests.services import debian
-from tests.services.process import accepts_connections, free_port, kill_tree, start_child, wait_until
+from tests.services.process import Scratch, accepts_connections, free_port, kill_tree, start_child, wait_until
 
 CONFIGURATION = """\
 listeners.tcp.1 = 127.0.0.1:{port}
@@ -97,7 +94,8 @@ class RabbitServer(Broker):
         self.port, distribution_port, self._epmd_port = free_port(), free_port(), free_port()
         password = secrets.token_hex(8)
         super().__init__(f"amqp://flowforge:{password}@127.0.0.1:{self.port}/%2F")
-        self.directory = Path(tempfile.mkdtemp(prefix="flowforge-mq-"))
+        self._scratch = Scratch("mq")
+        self.directory = self._scratch.path
         (self.directory / "plugins").write_text("[].\n")
         (self.directory / "rabbitmq.conf").write_text(CONFIGURATION.format(port=self.port, password=password))
         self._output = self.directory / "output"
@@ -190,7 +188,7 @@ class RabbitServer(Broker):
         self.kill()
         if self._epmd is not None and self._epmd.poll() is None:
             kill_tree(self._epmd)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._scratch.remove()
 
     def log(self) -> str:
         """What the broker printed and logged."""
