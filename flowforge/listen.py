@@ -73,6 +73,7 @@ class Listener(Thread):
         *,
         name: str,
         check_every: float = 10.0,
+        check_timeout: float = 5.0,
         connect_timeout: int | None = None,
     ) -> None:
         super().__init__(name=f"flowforge-listen-{name}", daemon=True)
@@ -80,7 +81,8 @@ class Listener(Thread):
         self.listening = Event()
         self._dsn, self._channels, self._wake = dsn, tuple(channels), wake
         self._application = f"flowforge {name} listen"
-        self._check_every, self._connect_timeout = check_every, connect_timeout
+        self._check_every, self._check_timeout = check_every, check_timeout
+        self._connect_timeout = connect_timeout
         self._log = log.of(name)
         self._ending = Waker()
 
@@ -129,7 +131,7 @@ class Listener(Thread):
     def _hears(self, conn: db.Connection) -> bool:
         """The self-test."""
         channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
-        with db.guard(conn, 5):
+        with db.guard(conn, 2 + self._check_timeout):
             conn.execute(sql.SQL("listen {}").format(channel))
             conn.execute(sql.SQL("notify {}").format(channel))
             heard = any(True for _ in conn.notifies(timeout=2.0, stop_after=1))
@@ -143,7 +145,7 @@ class Listener(Thread):
             ready, _, _ = select.select([stop, notes], [], [], self._check_every)
             if stop in ready:
                 return
-            with db.guard(conn, 5):
+            with db.guard(conn, self._check_timeout):
                 if not ready:
                     conn.execute("select 1")
                 heard = sum(1 for _ in conn.notifies(timeout=0))

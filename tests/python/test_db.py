@@ -1,0 +1,339 @@
+"""Connections: what they are set to, which errors pass, and that no call and no wait hangs for ever."""
+
+import threading
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from flowforge import db as database
+from flowforge.errors import (
+    ConfigError,
+    DatabaseError,
+    DatabaseUnavailable,
+    Fenced,
+    InvalidArgument,
+    MissingPrivilege,
+    NotFound,
+    NotStorable,
+    SchemaError,
+    from_database,
+)
+from flowforge.listen import Listener, Waker
+from tests.python.proxy import Proxy
+from tests.services.database import Database
+from tests.services.process import free_port, wait_until
+
+TIMEOUT = 30.0
+
+
+@pytest.fixture
+def conn(db: Database) -> Iterator[database.Connection]:
+    with database.connect(db.dsn, application_name="test") as conn:
+        yield conn
+
+
+def error(conn: database.Connection, statement: str) -> psycopg.Error:
+    with pytest.raises(psycopg.Error) as caught:
+        conn.execute(statement.encode())
+    return caught.value
+
+
+def test_a_connection_is_autocommit_and_watched(db: Database) -> None:
+    with database.connect(db.dsn, application_name="flowforge test") as conn:
+        assert conn.autocommit
+        parameters = conn.info.get_parameters()
+        assert parameters["application_name"] == "flowforge test"
+        assert parameters["target_session_attrs"] == "read-write"
+        assert (parameters["keepalives"], parameters["keepalives_idle"]) == ("1", "10")
+        assert parameters["tcp_user_timeout"] == "20000"
+    with database.connect(f"{db.dsn} keepalives_idle=3 application_name=mine", application_name="x") as conn:
+        assert conn.info.get_parameters()["keepalives_idle"] == "3"
+        assert conn.info.get_parameters()["application_name"] == "mine"
+
+
+def test_a_string_that_is_none_is_refused_without_quoting_it() -> None:
+    with pytest.raises(ConfigError, match="FLOWFORGE_DATABASE_URL is not set"):
+        database.connect("", application_name="test")
+    with pytest.raises(ConfigError) as caught:
+        database.connect("s3cret", application_name="test")
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_a_call_is_read_committed_with_a_lock_timeout_of_its_own(
+    db: Database, conn: database.Connection
+) -> None:
+    conn.execute("set default_transaction_isolation = serializable")
+    settings = "select current_setting('transaction_isolation'), current_setting('lock_timeout')"
+    assert database.call(conn, settings, lock_timeout=1.5) == [("read committed", "1500ms")]
+    assert database.call(conn, "select %s::bigint[], %s", [[1, 2], "it's %s"]) == [([1, 2], "it's %s")]
+    with database.begin(conn, lock_timeout=2) as tx:
+        assert tx.execute(settings).fetchall() == [("read committed", "2s")]
+    # Nothing of it stays in the session, which behind a pooler may be somebody else's next.
+    assert conn.execute("show lock_timeout").fetchall() == [("0",)]
+    with db.connect() as other, other.transaction():
+        other.execute("lock table flowforge.run")
+        with pytest.raises(psycopg.errors.LockNotAvailable) as caught:
+            database.call(conn, "select count(*) from flowforge.run", lock_timeout=0.1)
+    assert database.is_transient(caught.value)
+    assert not database.connection_useless(conn, caught.value)
+
+
+def test_a_call_that_fails_leaves_nothing(conn: database.Connection) -> None:
+    conn.execute("create table t (x bigint)")
+    with pytest.raises(psycopg.errors.DivisionByZero):
+        database.call(conn, "with a as (insert into t values (1) returning x) select 1 / (x - 1) from a")
+    assert database.call(conn, "select count(*) from t") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("a\0b", r"U\+0000"),
+        ({"k\0": 1}, r"U\+0000"),
+        ("\\\0", r"U\+0000"),
+        ("\ud800", "lone surrogate"),
+        (float("nan"), "not JSON"),
+        (float("inf"), "not JSON"),
+        (b"bytes", "bytes"),
+        ({1, 2}, "set"),
+    ],
+)
+def test_what_json_cannot_say_is_refused_before_it_is_sent(
+    conn: database.Connection, value: object, reason: str
+) -> None:
+    with pytest.raises(NotStorable, match=reason):
+        conn.execute("select %s", [Jsonb(value)])
+    assert conn.execute("select 1").fetchall() == [(1,)]
+
+
+def test_deep_nesting_is_refused_on_either_side(conn: database.Connection) -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(NotStorable, match="nested too deeply"):
+        database.json_text(deep)
+    with pytest.raises(psycopg.Error) as caught:
+        conn.execute("select (%s::text)::jsonb", ["[" * 100_000 + "]" * 100_000])
+    assert isinstance(from_database(caught.value), NotStorable)
+
+
+def test_what_json_can_say_arrives_as_it_was(conn: database.Connection) -> None:
+    value = ["\\u0000", "\\\\u0000", "ü\U0001f600", 2**70, 0.1, None, {"k": [True]}]
+    assert conn.execute("select %s", [Jsonb(value)]).fetchall() == [(value,)]
+
+
+def test_transient_errors_are_told_from_mistakes(db: Database, conn: database.Connection) -> None:
+    for transient in ("40001", "40P01", "55P03", "57P01", "57P03", "25006", "08006", "53300", "57014"):
+        raised = error(conn, f"do $$ begin raise exception using errcode = '{transient}'; end $$")
+        assert database.is_transient(raised), transient
+        assert isinstance(from_database(raised), DatabaseUnavailable)
+    for mistake in ("42601", "23505", "XX000", "P0001", "42501", "42883", "WF001", "28P01", "3D000"):
+        raised = error(conn, f"do $$ begin raise exception using errcode = '{mistake}'; end $$")
+        assert not database.is_transient(raised), mistake
+    conn.execute("set default_transaction_read_only = on")
+    raised = error(conn, "create table t ()")
+    assert database.is_transient(raised)
+    assert database.connection_useless(conn, raised)
+    with db.connect() as other:
+        other.execute("select pg_terminate_backend(%s)", [conn.info.backend_pid])
+    raised = error(conn, "select 1")
+    assert database.is_transient(raised)
+    assert database.connection_useless(conn, raised)
+
+
+def test_a_server_without_free_slots_or_without_a_listener_is_transient(db: Database) -> None:
+    with db.connect() as conn:
+        login = db.create_login()
+        name = psycopg.conninfo.conninfo_to_dict(login)["user"]
+        conn.execute(f"alter role {name} connection limit 0")
+    nobody = f"host=127.0.0.1 port={free_port()} dbname=x user=x"
+    for dsn in (login, nobody):
+        with pytest.raises(psycopg.OperationalError) as caught:
+            database.connect(dsn, application_name="test")
+        assert database.is_transient(caught.value)
+        assert database.refusal(caught.value) is None
+
+
+def test_a_connection_refused_for_good_is_told_apart(db: Database) -> None:
+    with db.connect() as conn:
+        name = psycopg.conninfo.conninfo_to_dict(db.create_login())["user"]
+        conn.execute(f"alter role {name} nologin")
+        conn.execute(f"revoke connect on database {db.name} from public")
+    refused = {
+        db.server.dsn(db.name, tcp=True) + " password=s3cret": "wrong login or password",
+        db.server.dsn(db.name, user="nobody_here"): "the login does not exist",
+        db.server.dsn("no_such_database"): "the database does not exist",
+        db.server.dsn(db.name, user=str(name)): "may not connect",
+        db.create_login(): "may not connect",
+    }
+    for dsn, reason in refused.items():
+        with pytest.raises(psycopg.OperationalError) as caught:
+            database.connect(dsn, application_name="test")
+        found = database.refusal(caught.value)
+        assert found is not None, caught.value
+        assert reason in found
+        assert not database.is_transient(caught.value)
+        assert "s3cret" not in str(from_database(caught.value))
+
+
+def test_errors_of_the_database_become_this_projects_own(conn: database.Connection) -> None:
+    expected = {
+        "WF001": InvalidArgument,
+        "WF002": NotFound,
+        "WF006": Fenced,
+        "42501": MissingPrivilege,
+        "42883": SchemaError,
+        "22P05": NotStorable,
+        "22P02": NotStorable,
+        "23505": DatabaseError,
+    }
+    for sqlstate, kind in expected.items():
+        raised = error(conn, f"do $$ begin raise exception 'the words' using errcode = '{sqlstate}'; end $$")
+        found = from_database(raised)
+        assert type(found) is kind
+        assert "the words" in str(found)
+        if isinstance(found, DatabaseError):
+            assert found.sqlstate == sqlstate
+
+
+def test_backoff_grows_with_jitter_up_to_its_cap_and_starts_anew() -> None:
+    backoff = database.Backoff(first=1.0, cap=8.0)
+    for whole in (1, 2, 4, 8, 8, 8):
+        assert whole / 2 <= backoff.next() <= whole
+    backoff.reset()
+    assert backoff.next() <= 1
+    assert len({database.Backoff().next() for _ in range(50)}) > 1
+    for _ in range(2000):
+        assert backoff.next() <= 8
+
+
+def test_a_guard_ends_a_call_whose_answer_never_comes(db: Database) -> None:
+    with Proxy(db.server.port) as proxy:
+        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable"
+        with database.connect(dsn, application_name="test") as conn:
+            with database.guard(conn, TIMEOUT):
+                conn.execute("select 1")
+            proxy.stalled = True
+            with pytest.raises(psycopg.OperationalError) as caught, database.guard(conn, 0.2):
+                conn.execute("select 1")
+            assert database.is_transient(caught.value)
+            assert database.connection_lost(conn)
+
+
+def test_guards_that_ended_sever_nothing_and_the_earliest_goes_first(db: Database) -> None:
+    with (
+        database.connect(db.dsn, application_name="a") as a,
+        database.connect(db.dsn, application_name="b") as b,
+    ):
+        with database.guard(a, 0.05):
+            pass
+        with database.guard(a, TIMEOUT), pytest.raises(psycopg.OperationalError), database.guard(b, 0.1):
+            b.execute("select pg_sleep(300)")
+        assert a.execute("select 1").fetchall() == [(1,)]
+
+
+# -- waking
+
+
+def test_a_waker_stays_set_until_cleared() -> None:
+    waker = Waker()
+    assert not waker.is_set()
+    for _ in range(100_000):
+        waker.set()  # never blocks, whoever waits or not
+    assert waker.wait(TIMEOUT)
+    assert waker.is_set()
+    waker.clear()
+    assert not waker.is_set()
+    threading.Timer(0.01, waker.set).start()
+    assert waker.wait(TIMEOUT)
+
+
+@pytest.fixture
+def woken() -> threading.Semaphore:
+    """Released once for each call of `wake`."""
+    return threading.Semaphore(0)
+
+
+def backend(db: Database, name: str) -> int | None:
+    with db.connect() as conn:
+        row = conn.execute("select pid from pg_stat_activity where application_name = %s", [name]).fetchone()
+    return None if row is None else int(row[0])
+
+
+def test_a_listener_wakes_after_listening_and_for_each_notification(
+    db: Database, woken: threading.Semaphore
+) -> None:
+    listener = Listener(db.dsn, ["one", "Two's"], woken.release, name="test")
+    listener.start()
+    try:
+        assert woken.acquire(timeout=TIMEOUT)
+        with db.connect() as conn:
+            for channel in ("one", "Two's"):
+                conn.execute("select pg_notify(%s, '')", [channel])
+                assert woken.acquire(timeout=TIMEOUT)
+            # In autocommit, never inside a transaction: else the server's queue of notifications fills up.
+            query = "select state from pg_stat_activity where application_name = 'flowforge test listen'"
+            assert conn.execute(query).fetchall() == [("idle",)]
+    finally:
+        listener.close()
+    assert not listener.is_alive()
+    assert backend(db, "flowforge test listen") is None
+
+
+def test_a_listener_that_loses_its_connection_comes_back_and_wakes(
+    db: Database, woken: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "flowforge")
+    listener = Listener(db.dsn, ["one"], woken.release, name="test")
+    listener.start()
+    try:
+        assert woken.acquire(timeout=TIMEOUT)
+        with db.connect() as conn:
+            conn.execute("select pg_terminate_backend(%s)", [backend(db, "flowforge test listen")])
+            assert woken.acquire(timeout=TIMEOUT)  # whatever was committed meanwhile is to be looked at
+            conn.execute("notify one")
+            assert woken.acquire(timeout=TIMEOUT)
+    finally:
+        listener.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "listening connection lost; reconnecting",
+        "listening again on a new connection",
+    ]
+
+
+def test_a_listener_on_a_dead_path_is_replaced(db: Database, woken: threading.Semaphore) -> None:
+    with Proxy(db.server.port) as proxy:
+        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable connect_timeout=2"
+        listener = Listener(dsn, ["one"], woken.release, name="test", check_every=0.2, check_timeout=0.5)
+        listener.start()
+        try:
+            assert woken.acquire(timeout=TIMEOUT)
+            proxy.stalled = True
+            wait_until(lambda: not listener.listening.is_set(), "the dead path to be noticed")
+            proxy.stalled = False
+            assert woken.acquire(timeout=TIMEOUT)
+            with db.connect() as conn:
+                conn.execute("notify one")
+            assert woken.acquire(timeout=TIMEOUT)
+        finally:
+            listener.close()
+
+
+def test_where_notifications_never_arrive_one_warning_is_given_and_polling_is_left(
+    db: Database, woken: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Proxy(db.server.port, deaf=True) as proxy:
+        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable"
+        listener = Listener(dsn, ["one"], woken.release, name="test")
+        listener.start()
+        listener.join(TIMEOUT)
+        assert listener.polling_only
+        assert not listener.is_alive()
+        listener.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "LISTEN hears nothing (a pooler?); going on by polling only"
+    ]
+    assert backend(db, "flowforge test listen") is None
