@@ -52,7 +52,8 @@ begin
         perform flowforge._definition_error(format('%s: %s is %s; %s from %s to %s is allowed', p_where, p_key,
             left(v_value::text, 80), case when p_whole then 'a whole number' else 'a number' end, p_minimum, p_maximum));
     end if;
-    return v_number;
+    -- 5 and 5.0 are one number, and only one of the two is written like an integer.
+    return trim_scale(v_number);
 end
 $$;
 comment on function flowforge._definition_number(text, jsonb, text, numeric, numeric, numeric, boolean) is
@@ -114,8 +115,10 @@ begin
     end if;
     -- A dependency named twice is one dependency; a map's upstream is a dependency too.
     v_after := array(
-        select e.name from jsonb_array_elements_text(coalesce(p_task -> 'after', '[]')) e (name)
-        union select v_map where v_map is not null order by 1);
+        select a.name from (
+            select e.name from jsonb_array_elements_text(coalesce(p_task -> 'after', '[]')) e (name)
+            union select v_map where v_map is not null) a
+        order by a.name collate "C");
     if v_name = any (v_after) then
         perform flowforge._definition_error(format('%s depends on itself', v_where));
     end if;
@@ -159,6 +162,7 @@ declare
     v_head integer := 1;
     v_edge integer;
     v_at integer;
+    v_upstream integer[];
     v_path integer[];
 begin
     for v_edge in reverse cardinality(p_from)..1 loop
@@ -189,15 +193,22 @@ begin
     end loop;
 
     if cardinality(v_order) < v_tasks then
-        -- Every task left has an upstream that is left: walking upstream must come round.
-        v_at := (select min(t) from generate_series(1, v_tasks) t where v_unmet[t] > 0);
+        -- Every task left has an upstream that is left, so walking upstream comes round; after as many steps as there
+        -- are tasks it is on a cycle for certain.
+        for v_edge in 1..cardinality(p_from) loop
+            if v_unmet[p_from[v_edge]] > 0 then
+                v_at := p_to[v_edge];
+                v_upstream[v_at] := p_from[v_edge];
+            end if;
+        end loop;
+        for v_step in 1..v_tasks loop
+            v_at := v_upstream[v_at];
+        end loop;
         v_path := array[v_at];
         loop
-            v_at := (select min(p_from[e]) from generate_subscripts(p_from, 1) e where p_to[e] = v_at and v_unmet[p_from[e]] > 0);
-            exit when v_at = any (v_path);
-            v_path := v_at || v_path;
+            v_path := v_upstream[v_path[1]] || v_path;
+            exit when v_path[1] = v_at;
         end loop;
-        v_path := v_at || v_path[1:array_position(v_path, v_at)];
         perform flowforge._definition_error('the dependencies form a cycle: '
             || (select string_agg(flowforge._quoted(p_names[u.task]), ' -> ' order by u.pos)
                 from unnest(v_path) with ordinality u (task, pos) where u.pos <= 20)
@@ -222,7 +233,8 @@ declare
     v_tasks jsonb[];
     v_names text[];
     v_clash text;
-    v_missing record;
+    v_upstreams text[];
+    v_unknown integer;
     v_from bigint[];
     v_to bigint[];
     v_order bigint[];
@@ -254,9 +266,9 @@ begin
             flowforge._quoted(v_name), flowforge._limit('max_dependencies'));
     end if;
 
-    select array_agg(n.task order by n.pos), array_agg(n.task ->> 'name' order by n.pos) into v_tasks, v_names
-    from (select flowforge._normalised_task(v_name, t.task, t.pos) as task, t.pos
-          from jsonb_array_elements(define_workflow.spec -> 'tasks') with ordinality t (task, pos)) n;
+    v_tasks := array(select flowforge._normalised_task(v_name, t.task, t.pos)
+        from jsonb_array_elements(define_workflow.spec -> 'tasks') with ordinality t (task, pos) order by t.pos);
+    v_names := array(select t.task ->> 'name' from unnest(v_tasks) with ordinality t (task, pos) order by t.pos);
 
     -- Names that differ only in case or Unicode form are one name to a reader.
     select string_agg(flowforge._quoted(n), ' and ') into v_clash
@@ -266,22 +278,21 @@ begin
             'Names that differ only in case or Unicode form count as the same.');
     end if;
 
-    select t.name, a.upstream into v_missing
-    from unnest(v_tasks, v_names) t (task, name) cross join jsonb_array_elements_text(t.task -> 'after') a (upstream)
-    where a.upstream not in (select unnest(v_names)) limit 1;
-    if found then
+    -- The edges: first by name, flat, so that looking up the positions of all names is one hash join.
+    select coalesce(array_agg(t.pos order by t.pos, a.upstream collate "C"), '{}'), array_agg(a.upstream order by t.pos, a.upstream collate "C")
+    into v_to, v_upstreams
+    from unnest(v_tasks) with ordinality t (task, pos) cross join jsonb_array_elements_text(t.task -> 'after') a (upstream);
+    v_from := array(select u.pos from unnest(v_upstreams) with ordinality e (upstream, pos)
+        left join unnest(v_names) with ordinality u (name, pos) on u.name = e.upstream order by e.pos);
+    v_unknown := array_position(v_from, null);
+    if v_unknown is not null then
         perform flowforge._definition_error(format('task %s of workflow %s depends on the unknown task %s',
-            flowforge._quoted(v_missing.name), flowforge._quoted(v_name), flowforge._quoted(v_missing.upstream)));
+            flowforge._quoted(v_names[v_to[v_unknown]]), flowforge._quoted(v_name), flowforge._quoted(v_upstreams[v_unknown])));
     end if;
-
-    select coalesce(array_agg(u.pos order by t.pos, u.pos), '{}'), coalesce(array_agg(t.pos order by t.pos, u.pos), '{}')
-    into v_from, v_to
-    from unnest(v_tasks) with ordinality t (task, pos)
-    cross join jsonb_array_elements_text(t.task -> 'after') a (upstream)
-    join unnest(v_names) with ordinality u (name, pos) on u.name = a.upstream;
     v_order := flowforge._topological_order(v_names, v_from, v_to);
 
-    v_spec := jsonb_build_object('name', v_name, 'tasks', (select jsonb_agg(t order by t ->> 'name') from unnest(v_tasks) t))
+    -- In an order that no locale changes: the hash must stay the same.
+    v_spec := jsonb_build_object('name', v_name, 'tasks', (select jsonb_agg(t order by t ->> 'name' collate "C") from unnest(v_tasks) t))
         || case when define_workflow.spec ? 'description' then jsonb_build_object('description', define_workflow.spec -> 'description') else '{}' end;
     v_hash := sha256(convert_to(v_spec::text, 'UTF8'));
 

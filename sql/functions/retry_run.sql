@@ -3,19 +3,21 @@
 -- Lock order: run, then the task runs concerned in id order. Settles first. Repeatable through request_id. Raises
 -- WF001, WF002, WF007, WF008.
 
-create or replace function flowforge._below(p_run_id bigint, p_task_ids bigint[]) returns bigint[]
+create or replace function flowforge._below(p_task_ids bigint[]) returns bigint[]
 language sql stable
 set search_path = pg_catalog, pg_temp
 begin atomic
     with recursive below (task_id) as (
         select unnest(p_task_ids)
         union
+        -- The offset keeps this an index scan for each row: as a join it may be planned as a scan of the whole table,
+        -- once for each level.
         select d.task_id from below b
-        cross join lateral (select td.task_id from flowforge.task_dependency td where td.upstream_task_id = b.task_id) d
+        cross join lateral (select td.task_id from flowforge.task_dependency td where td.upstream_task_id = b.task_id offset 0) d
     )
     select coalesce(array_agg(b.task_id order by b.task_id), '{}') from below b;
 end;
-comment on function flowforge._below(bigint, bigint[]) is 'The given tasks and all that depend on them, directly or not.';
+comment on function flowforge._below(bigint[]) is 'The given tasks and all that depend on them, directly or not.';
 
 create or replace function flowforge._failed_part(p_run_id bigint) returns bigint[]
 language sql stable
@@ -26,7 +28,7 @@ begin atomic
         where tr.run_id = p_run_id and tr.map_index is null and tr.state in ('failed', 'cancelled')
         union
         select c.task_id from part p
-        cross join lateral (select td.task_id from flowforge.task_dependency td where td.upstream_task_id = p.task_id) d
+        cross join lateral (select td.task_id from flowforge.task_dependency td where td.upstream_task_id = p.task_id offset 0) d
         cross join lateral (select tr.task_id from flowforge.task_run tr
             where tr.run_id = p_run_id and tr.task_id = d.task_id and tr.map_index is null and tr.state = 'skipped' limit 1) c
     )
@@ -88,7 +90,7 @@ begin
                     select own.generation from flowforge.task_run own
                     where own.run_id = p_run_id and own.task_id = b.task_id and own.map_index is null) then 'element'
             end as kind
-        from flowforge.task_run tr where tr.run_id = p_run_id and tr.task_id = b.task_id) l;
+        from flowforge.task_run tr where tr.run_id = p_run_id and tr.task_id = b.task_id offset 0) l;
 
     insert into flowforge.attempt (task_run_id, attempt, fencing_token, dispatch_id, outcome, answered, owner, started_at, ended_at, error)
     select tr.task_run_id, tr.attempt, tr.fencing_token, tr.dispatch_id, tr.state::text, tr.state = 'succeeded', tr.last_owner,
@@ -123,7 +125,7 @@ begin
         update flowforge.task_run tr
         set (unmet, stage) = (
             select n.unmet, case when n.unmet > 0 then 'blocked' else tr.stage end
-            from (select flowforge._count_unmet(tr.run_id, tr.task_id, tr.generation, tr.map_count) as unmet) n)
+            from (select flowforge._count_unmet(tr.run_id, tr.task_id, tr.generation, tr.map_count) as unmet offset 0) n)
         where tr.task_run_id = any (v_affected) and tr.state = 'pending'
         returning tr.task_run_id, tr.unmet
     )
@@ -194,9 +196,9 @@ begin
 
     if retry_run.from_task is null then
         v_task_ids := flowforge._failed_part(retry_run.run_id);
-        v_below := flowforge._below(retry_run.run_id, v_task_ids);
+        v_below := flowforge._below(v_task_ids);
     else
-        v_below := flowforge._below(retry_run.run_id, array(
+        v_below := flowforge._below(array(
             select t.task_id from flowforge.task t
             where t.workflow_version_id = v_run.workflow_version_id and t.name = retry_run.from_task));
         v_task_ids := v_below;
@@ -206,13 +208,14 @@ begin
         end if;
     end if;
 
-    -- What is ready or running is refused, not waited for; the rest is locked, then looked at once more.
+    -- What is ready or running is refused, not waited for; the rest is locked, then looked at once more. Offset 0 keeps
+    -- the step from a task to its rows a look-up by both columns, whatever the statistics.
     perform flowforge._refuse_retry_under_way(retry_run.run_id, v_below);
     perform from flowforge.task_run tr
     where tr.task_run_id = any (array(
             select l.task_run_id from unnest(v_below) b (task_id)
             cross join lateral (select tr.task_run_id from flowforge.task_run tr
-                where tr.run_id = retry_run.run_id and tr.task_id = b.task_id) l))
+                where tr.run_id = retry_run.run_id and tr.task_id = b.task_id offset 0) l))
         and tr.state not in ('ready', 'running')
     order by tr.task_run_id for no key update;
     perform flowforge._refuse_retry_under_way(retry_run.run_id, v_below);

@@ -17,7 +17,8 @@ declare
 begin
     select tr.run_id, tr.task_id, tr.generation, tr.map_count into v_own from flowforge.task_run tr where tr.task_run_id = p_task_run_id;
     select count(*) filter (where e.state = 'succeeded') as succeeded, count(*) filter (where e.state = 'failed') as failed,
-        sum(pg_column_size(e.output)) as bytes into v_sum
+        -- The empty path answers the value as it is in memory: the stored one may be compressed.
+        sum(pg_column_size(e.output #> '{}')) as bytes into v_sum
     from flowforge.task_run e
     where e.run_id = v_own.run_id and e.task_id = v_own.task_id and e.map_index >= 0 and e.generation = v_own.generation;
     if v_sum.succeeded < v_own.map_count then
@@ -51,7 +52,7 @@ end;
 comment on function flowforge._rule_met(flowforge.trigger_rule, bigint, bigint, bigint) is
     'Whether a task runs, given how many of its settled upstreams succeeded and how many failed or were cancelled.';
 
-create or replace function flowforge._judge(p_task_run_ids bigint[], p_now timestamptz) returns void
+create or replace function flowforge._judge(p_task_run_ids bigint[], p_now timestamptz) returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -59,6 +60,7 @@ declare
     v_ids bigint[];
     v_runs_on boolean[];
     v_map_ends bigint[];
+    v_skipped bigint[];
     v_task_run_id bigint;
 begin
     select array_agg(tr.task_run_id order by tr.task_run_id) filter (where tr.map_count is null),
@@ -76,29 +78,34 @@ begin
         where d.task_id = tr.task_id and tr.map_count is null) j
     where tr.task_run_id = any (p_task_run_ids) and tr.state = 'pending' and tr.unmet = 0;
 
-    update flowforge.task_run tr
-    set (state, stage, finished_at) = (
-        select case when n.runs_on then 'pending' else 'skipped' end::flowforge.task_run_state,
-            case when not n.runs_on then 'unsettled'
-                when (select t.map_task_id from flowforge.task t where t.task_id = tr.task_id) is not null and tr.map_index is null then 'expand'
-                when tr.available_at > p_now then 'delayed' else 'eligible' end::flowforge.task_run_stage,
-            case when not n.runs_on then p_now end
-        from (select v_runs_on[flowforge._position(v_ids, tr.task_run_id)] as runs_on) n)
-    where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0;
+    with judged as (
+        update flowforge.task_run tr
+        set (state, stage, finished_at) = (
+            select case when n.runs_on then 'pending' else 'skipped' end::flowforge.task_run_state,
+                case when not n.runs_on then 'unsettled'
+                    when (select t.map_task_id from flowforge.task t where t.task_id = tr.task_id) is not null and tr.map_index is null then 'expand'
+                    when tr.available_at > p_now then 'delayed' else 'eligible' end::flowforge.task_run_stage,
+                case when not n.runs_on then p_now end
+            from (select v_runs_on[flowforge._position(v_ids, tr.task_run_id)] as runs_on) n)
+        where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0
+        returning tr.task_run_id, tr.state
+    )
+    select coalesce(array_agg(j.task_run_id) filter (where j.state = 'skipped'), '{}') into v_skipped from judged j;
     foreach v_task_run_id in array v_map_ends loop
         perform flowforge._end_map(v_task_run_id, p_now);
     end loop;
+    return v_skipped || v_map_ends;
 end
 $$;
 comment on function flowforge._judge(bigint[], timestamptz) is
-    'Decides for task runs with nothing unmet, in a run locked by the caller: in line, to be expanded, skipped by its trigger rule, or the end of a map.';
+    'Decides for task runs with nothing unmet, in a run locked by the caller: in line, to be expanded, skipped by its trigger rule, or the end of a map. Answers those that ended by it, which are to be settled next.';
 
-create or replace function flowforge._mark_settled(p_task_run_ids bigint[], p_now timestamptz) returns bigint[]
+create or replace function flowforge._mark_settled(
+    p_task_run_ids bigint[], p_now timestamptz, out v_run_ids bigint[], out v_ended bigint[])
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_run_ids bigint[];
     v_task_ids bigint[];
     v_map_indexes bigint[];
     v_generations bigint[];
@@ -137,14 +144,13 @@ begin
         )
         select array_agg(d.task_run_id order by d.task_run_id) filter (where d.unmet = 0) into v_free from decremented d;
         if v_free is not null then
-            perform flowforge._judge(v_free, p_now);
+            v_ended := flowforge._judge(v_free, p_now);
         end if;
     end if;
-    return v_run_ids;
 end
 $$;
 comment on function flowforge._mark_settled(bigint[], timestamptz) is
-    'One level of settling: marks, decrements what waited, judges what waits for nothing more. Answers the run of each row marked.';
+    'One level of settling: marks, decrements what waited, judges what waits for nothing more. Answers the run of each row marked, and what ended by the judgement: the next level.';
 
 create or replace function flowforge._settle(p_run_ids bigint[], p_max_rows bigint) returns bigint
 language plpgsql volatile
@@ -153,6 +159,7 @@ as $$
 declare
     v_now timestamptz := flowforge._clock();
     v_ids bigint[];
+    v_level record;
     v_marked bigint[] := array[]::bigint[];
     v_runs bigint[];
     v_counts bigint[];
@@ -162,11 +169,11 @@ begin
         where tr.run_id = any (p_run_ids) and tr.stage = 'unsettled'
         order by tr.task_run_id limit p_max_rows for no key update);
     while v_ids <> '{}' loop
-        v_marked := v_marked || flowforge._mark_settled(v_ids, v_now);
-        -- Skips and ends of maps are settled level by level; what does not fit is unsettled still and comes next time.
-        v_ids := array(select tr.task_run_id from flowforge.task_run tr
-            where tr.run_id = any (p_run_ids) and tr.stage = 'unsettled'
-            order by tr.task_run_id limit p_max_rows - cardinality(v_marked) for no key update skip locked);
+        v_level := flowforge._mark_settled(v_ids, v_now);
+        v_marked := v_marked || v_level.v_run_ids;
+        -- Skips and ends of maps are settled level by level, each from what the last one ended: finding them through the
+        -- index would walk all the levels before. What does not fit is unsettled still and comes next time.
+        v_ids := v_level.v_ended[1:coalesce(p_max_rows - cardinality(v_marked), cardinality(v_level.v_ended))];
     end loop;
     if v_marked = '{}' then
         return 0;
@@ -184,12 +191,12 @@ begin
         update flowforge.run r
         set finished_at = v_now,
             state = case
-                when r.cancel_requested_at is not null and exists (
-                    select from flowforge.task_run tr
-                    where tr.run_id = r.run_id and tr.map_index is null and tr.state = 'cancelled') then 'cancelled'
-                when exists (
-                    select from flowforge.task_run tr
-                    where tr.run_id = r.run_id and tr.map_index is null and tr.state = 'failed') then 'failed'
+                when r.cancel_requested_at is not null and (
+                    select true from flowforge.task_run tr
+                    where tr.run_id = r.run_id and tr.map_index is null and tr.state = 'cancelled' limit 1) then 'cancelled'
+                when (
+                    select true from flowforge.task_run tr
+                    where tr.run_id = r.run_id and tr.map_index is null and tr.state = 'failed' limit 1) then 'failed'
                 else 'succeeded' end::flowforge.run_state
         where r.run_id = any (v_ended) and r.state = 'running' and r.unsettled = 0;
     end if;
@@ -282,7 +289,8 @@ begin
     if v_error is not null or v_width = 0 then
         update flowforge.task_run tr
         set state = case when v_error is null then 'succeeded' else 'failed' end::flowforge.task_run_state, stage = 'unsettled',
-            finished_at = v_now, error = v_error, map_count = v_width, output = case when v_error is null then '[]'::jsonb end
+            finished_at = v_now, error = v_error, map_count = case when v_error is null then 0 end,
+            output = case when v_error is null then '[]'::jsonb end
         where tr.task_run_id = v_task_run_id and tr.state = 'pending' and tr.map_count is null;
         return 1;
     end if;

@@ -26,7 +26,7 @@ declare
 begin
     perform flowforge._check_name('workflow', p_workflow);
     v_delay := flowforge._seconds('delay', p_delay, 0, 315360000);
-    if p_priority is null or abs(p_priority) > 1000000 then
+    if (p_priority between -1000000 and 1000000) is not true then
         raise exception using errcode = 'WF001',
             message = format('priority is %s; -1000000 to 1000000 are allowed', coalesce(p_priority::text, 'null'));
     end if;
@@ -68,6 +68,8 @@ begin
         overriding system value
         select v_run_ids[u.pos], v_workflow_id, v_version_id, p_priority, v_task_count, v_now, u.key, p_labels, u.input
         from unnest(p_inputs, p_keys) with ordinality u (input, key, pos)
+        -- By key: two calls with the same keys in different order would wait for each other.
+        order by u.key, u.pos
         on conflict (workflow_id, idempotency_key) where idempotency_key is not null do nothing
         returning run_id
     )
@@ -86,7 +88,8 @@ begin
             select coalesce(e.run_id, case when v_run_ids[u.pos] = any (v_created) then v_run_ids[u.pos] end)
             from unnest(p_keys) with ordinality u (key, pos)
             left join lateral (select r.run_id from flowforge.run r
-                where r.workflow_id = v_workflow_id and r.idempotency_key = u.key limit 1) e on true
+                -- Written so that only the index of keys serves, never that of all runs of the workflow.
+                where r.workflow_id is not distinct from v_workflow_id and r.idempotency_key = u.key limit 1) e on true
             order by u.pos);
         if array_position(v_run_ids, null) is not null then
             raise exception using errcode = '40001', message = 'the run that held an idempotency key has just been pruned; repeat the call';
@@ -132,8 +135,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if trigger_many.inputs is null or array_ndims(trigger_many.inputs) > 1 then
-        raise exception using errcode = 'WF001', message = 'inputs must be an array of JSON values';
+    if trigger_many.inputs is null or array_ndims(trigger_many.inputs) > 1 or array_ndims(trigger_many.idempotency_keys) > 1 then
+        raise exception using errcode = 'WF001', message = 'inputs must be an array of JSON values, idempotency_keys one of texts or null';
     end if;
     if cardinality(trigger_many.inputs) <> cardinality(trigger_many.idempotency_keys) then
         raise exception using errcode = 'WF001', message = format('there are %s inputs but %s idempotency_keys',
