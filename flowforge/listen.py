@@ -61,9 +61,9 @@ class Listener(Thread):
 
     `wake` is also called after each (re)connect, once LISTEN is in force, so that the caller looks at
     everything that was committed before. The connection is checked by a round trip every `check_every`
-    seconds and replaced when it fails, with jittered back-off and one log line each. At the start a random
-    channel is notified; if nothing arrives within two seconds (a pooler in transaction mode), one warning is
-    logged and the thread ends: `polling_only` is then true."""
+    seconds and replaced when that fails or takes `check_timeout` seconds, with jittered back-off and one log
+    line each. At the start a random channel is notified; if nothing arrives within two seconds (a pooler in
+    transaction mode), one warning is logged and the thread ends: `polling_only` is then true."""
 
     def __init__(
         self,

@@ -60,6 +60,15 @@ def configure(form: str = "text", level: str = "info", stream: TextIO | None = N
     root.propagate = False
 
 
+def reset() -> None:
+    """Undo `configure`: the lines go to whatever the program has set up for the standard library's
+    logging."""
+    root = logging.getLogger(_ROOT)
+    root.handlers[:] = []
+    root.setLevel(logging.NOTSET)
+    root.propagate = True
+
+
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
     fields = {"time": moment, "level": record.levelname.lower(), "event": record.getMessage()}

@@ -1,0 +1,515 @@
+"""The loop of every daemon: it wakes, outlasts what passes, ends with one line where nothing heals, and stops."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import psycopg
+import pytest
+
+from flowforge import db as database
+from flowforge import log, runner
+from flowforge.config import Config
+from flowforge.errors import (
+    BrokerBlocked,
+    BrokerMisconfigured,
+    BrokerUnavailable,
+    ConfigError,
+    FlowForgeError,
+)
+from flowforge.runner import Daemon, Health, Stop, read_health
+from tests.python.proxy import Proxy
+from tests.services.database import Database
+from tests.services.process import wait_until
+
+TIMEOUT = 30.0
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class Probe(Daemon):
+    """A daemon that does what its test says and counts."""
+
+    name = "probe"
+    role = "flowforge_scheduler"
+    functions: ClassVar[tuple[str, ...]] = ("dispatch_ready",)
+    channels: ClassVar[tuple[str, ...]] = ("probe",)
+
+    def __init__(self, *actions: Callable[[database.Connection], int]) -> None:
+        self.actions = list(actions)
+        self.ticks = self.connections = 0
+        self.closed = False
+        self.wrong = ""
+
+    def on_connect(self) -> None:
+        self.connections += 1
+
+    def tick(self, conn: database.Connection) -> int:
+        conn.execute("select 1")
+        self.ticks += 1
+        return self.actions.pop(0)(conn) if self.actions else 0
+
+    def trouble(self) -> str:
+        return self.wrong
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Running:
+    """A daemon under way in a thread; leaving the block stops it and waits for its end."""
+
+    def __init__(self, daemon: Daemon, config: Config) -> None:
+        self.stop, self.health = Stop(), Health(daemon.name, config.health_file)
+        self.code: int | None = None
+        self._thread = threading.Thread(target=self._run, args=(daemon, config))
+
+    def _run(self, daemon: Daemon, config: Config) -> None:
+        self.code = runner.run(daemon, config, stop=self.stop, health=self.health)
+
+    def __enter__(self) -> "Running":
+        self._thread.start()
+        return self
+
+    def join(self) -> None:
+        self._thread.join(TIMEOUT)
+        assert not self._thread.is_alive()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.request()
+        self.join()
+
+
+@pytest.fixture
+def config(db: Database) -> Config:
+    # Long enough that whatever happens within a test is not the poll's doing.
+    return Config(database_url=db.dsn, poll_interval=3600)
+
+
+@pytest.fixture
+def written() -> Iterator[Callable[[], list[dict[str, object]]]]:
+    """What was logged, as JSON lines."""
+    stream = io.StringIO()
+    log.configure("json", "debug", stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    log.reset()
+
+
+def listening(config: Config) -> bool:
+    with psycopg.connect(config.database_url) as conn:
+        query = "select query from pg_stat_activity where application_name = 'flowforge probe listen'"
+        return any(row[0].lower().startswith("listen") for row in conn.execute(query))
+
+
+def notify(config: Config) -> None:
+    with psycopg.connect(config.database_url, autocommit=True) as conn:
+        conn.execute("notify probe")
+
+
+def terminate(config: Config, application: str) -> None:
+    with psycopg.connect(config.database_url, autocommit=True) as conn:
+        query = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s"
+        assert conn.execute(query, [application]).fetchall() == [(True,)]
+
+
+def test_work_is_followed_by_the_next_tick_at_once_and_a_notification_wakes(config: Config) -> None:
+    probe = Probe(*[lambda _: 1] * 5)
+    with Running(probe, config) as running:
+        wait_until(lambda: probe.ticks >= 6, "a tick after the last that found work")
+        wait_until(lambda: listening(config), "LISTEN")
+        before = probe.ticks
+        notify(config)
+        wait_until(lambda: probe.ticks > before, "the notification's tick")
+    assert running.code == runner.EXIT_OK
+    assert probe.closed
+    assert probe.connections == 1
+
+
+def test_without_notifications_the_poll_interval_finds_work(config: Config) -> None:
+    probe = Probe()
+    with Running(probe, config.replace(poll_interval=0.01)):
+        wait_until(lambda: probe.ticks >= 10, "polling")
+
+
+def test_a_daemon_says_itself_how_long_to_wait(config: Config) -> None:
+    class Hurried(Probe):
+        def pause(self, conn: database.Connection) -> float:
+            conn.execute("select 1")
+            return 0.01
+
+    probe = Hurried()
+    with Running(probe, config):
+        wait_until(lambda: probe.ticks >= 10, "its own interval")
+
+
+def test_a_lost_connection_is_replaced_with_one_line_each(
+    config: Config, written: Callable[[], list[dict[str, object]]]
+) -> None:
+    probe = Probe()
+    with Running(probe, config) as running:
+        wait_until(lambda: listening(config), "LISTEN")
+        terminate(config, "flowforge probe")
+        notify(config)
+        wait_until(lambda: probe.connections == 2, "the new connection")
+        wait_until(lambda: running.health.state == "ok", "health")
+    events = [line["event"] for line in written() if line["event"] != "listening again on a new connection"]
+    assert events == ["connected", "no database; trying again", "connected again", "stopped"]
+    assert all(line["daemon"] == "probe" and line["time"] and line["level"] for line in written())
+
+
+def test_a_read_only_database_is_left_until_it_is_writable(config: Config, db: Database) -> None:
+    def write(conn: database.Connection) -> int:
+        conn.execute("create temporary table if not exists t (x bigint)")
+        probe.actions.append(write)
+        return 0
+
+    probe = Probe(write)
+    with Running(probe, config.replace(poll_interval=0.05)) as running, db.connect() as conn:
+        wait_until(lambda: running.health.state == "ok", "the start")
+        conn.execute(f"alter database {db.name} set default_transaction_read_only = on")
+        try:
+            terminate(config, "flowforge probe")
+            wait_until(lambda: running.health.state == "no database", "the read-only server to be left")
+        finally:
+            conn.execute("set default_transaction_read_only = off")
+            conn.execute(f"alter database {db.name} reset default_transaction_read_only")
+        wait_until(lambda: running.health.state == "ok", "the return")
+
+
+def test_a_database_that_is_down_is_waited_for(config: Config, db: Database) -> None:
+    db.server.stop()
+    probe = Probe()
+    with Running(probe, config) as running:
+        wait_until(lambda: running.health.state == "no database", "the failed connection")
+        assert probe.ticks == 0
+        db.server.start()
+        wait_until(lambda: running.health.state == "ok", "the database")
+        db.server.restart()
+        notify(config)
+        wait_until(lambda: probe.connections >= 2, "the new connection")
+
+
+def test_a_tick_on_a_dead_path_is_given_up(config: Config, db: Database) -> None:
+    with Proxy(db.server.port) as proxy:
+        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable connect_timeout=2"
+
+        def die(conn: database.Connection) -> int:
+            proxy.stalled = True
+            conn.execute("select 1")
+            return 0
+
+        probe = Probe(die)
+        probe.tick_limit = 0.5
+        with Running(probe, config.replace(database_url=dsn)) as running:
+            wait_until(lambda: running.health.state == "no database", "the dead path to be noticed")
+            proxy.stalled = False
+            wait_until(lambda: running.health.state == "ok", "a new path")
+
+
+def test_an_unforeseen_error_of_the_database_is_outlasted_and_shown(config: Config) -> None:
+    def fail(conn: database.Connection) -> int:
+        conn.execute("select 1 / 0")
+        return 0
+
+    probe = Probe(lambda _: 1, fail)
+    states: list[str] = []
+    health = Health("probe")
+    report = health.report
+
+    def spy(state: str, detail: str = "") -> bool:
+        states.append(f"{state} {detail}")
+        return report(state, detail)
+
+    health.report = spy  # type: ignore[method-assign]
+    running = Running(probe, config)
+    running.health = health
+    with running:
+        wait_until(lambda: probe.ticks >= 3, "the tick after the error")
+    assert "error division by zero" in states
+    assert running.code == runner.EXIT_OK
+
+
+def start_fails(config: Config, written: Callable[[], list[dict[str, object]]]) -> tuple[int, str]:
+    """Exit code and the one line of a daemon that ends at its start."""
+    running = Running(Probe(), config)
+    with running:
+        running.join()
+    assert running.code is not None
+    (line,) = written()
+    assert line["level"] == "error"
+    assert running.health.state == "failed"
+    return running.code, str(line["event"])
+
+
+def test_what_no_waiting_heals_ends_the_start_with_one_line(
+    config: Config, db: Database, written: Callable[[], list[dict[str, object]]]
+) -> None:
+    wrong = config.replace(database_url=db.server.dsn(db.name, tcp=True) + " password=s3cret")
+    code, line = start_fails(wrong, written)
+    assert code == runner.EXIT_DATABASE
+    assert "wrong login or password" in line
+    assert "s3cret" not in line
+
+
+def test_a_missing_setting_ends_the_start(written: Callable[[], list[dict[str, object]]]) -> None:
+    code, line = start_fails(Config(), written)
+    assert code == runner.EXIT_CONFIG
+    assert "FLOWFORGE_DATABASE_URL is not set" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("drop schema flowforge cascade", "has no schema flowforge"),
+        ("drop function flowforge.dispatch_ready", "it has no function dispatch_ready"),
+        (
+            "create or replace function flowforge.schema_version() returns bigint language sql return 0",
+            "has version 0, this program needs 1",
+        ),
+    ],
+)
+def test_a_schema_that_is_too_old_ends_the_start(
+    config: Config, db: Database, written: Callable[[], list[dict[str, object]]], change: str, said: str
+) -> None:
+    with db.connect() as conn:
+        conn.execute(change.encode())
+    code, line = start_fails(config, written)
+    assert code == runner.EXIT_SCHEMA
+    assert said in line
+    assert "run `flowforge migrate`" in line
+
+
+@pytest.mark.parametrize(
+    ("groups", "lacks"),
+    [
+        ([], "USAGE on schema flowforge, EXECUTE on dispatch_ready"),
+        (["flowforge_client"], "EXECUTE on dispatch_ready"),
+    ],
+)
+def test_missing_privileges_are_named_with_the_remedy(
+    config: Config,
+    db: Database,
+    written: Callable[[], list[dict[str, object]]],
+    groups: list[str],
+    lacks: str,
+) -> None:
+    dsn = db.create_login(*groups)
+    name = psycopg.conninfo.conninfo_to_dict(dsn)["user"]
+    code, line = start_fails(config.replace(database_url=dsn), written)
+    assert code == runner.EXIT_PRIVILEGE
+    assert line == f'login "{name}" lacks {lacks}; remedy: grant flowforge_scheduler to "{name}"'
+
+
+def test_a_login_of_its_role_is_enough(config: Config, db: Database) -> None:
+    probe = Probe()
+    with Running(probe, config.replace(database_url=db.create_login("flowforge_scheduler"))) as running:
+        wait_until(lambda: running.health.state == "ok", "the start")
+
+
+def test_what_ends_a_start_is_outlasted_by_a_daemon_under_way(config: Config, db: Database) -> None:
+    dsn = db.create_login("flowforge_scheduler")
+    name = psycopg.conninfo.conninfo_to_dict(dsn)["user"]
+    probe = Probe()
+    with Running(probe, config.replace(database_url=dsn)) as running, db.connect() as conn:
+        wait_until(lambda: running.health.state == "ok", "the start")
+        conn.execute(f"alter role {name} nologin")
+        terminate(config, "flowforge probe")
+        notify(config)
+        wait_until(lambda: running.health.state == "error", "the refusal to show")
+        conn.execute(f"alter role {name} login")
+        wait_until(lambda: running.health.state == "ok", "the return")
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(BrokerBlocked("alarm"), "blocked"), (BrokerUnavailable("away"), "no broker")]
+)
+def test_a_broker_that_is_away_or_blocked_is_shown_and_asked_again_without_spinning(
+    config: Config, error: FlowForgeError, state: str
+) -> None:
+    def fail(_: database.Connection) -> int:
+        if not healed.is_set():
+            probe.actions.append(fail)
+            raise error
+        return 0
+
+    healed = threading.Event()
+    probe = Probe(fail)
+    with Running(probe, config.replace(poll_interval=0.2)) as running:
+        wait_until(lambda: running.health.state == state, "the state to show")
+        before, started = probe.ticks, time.monotonic()
+        for _ in range(200):
+            notify(config)
+        # Each wait is at least half of the shortest back-off, however many notifications come.
+        assert probe.ticks - before <= (time.monotonic() - started) / 0.05 + 1
+        assert probe.connections == 1
+        healed.set()
+        wait_until(lambda: running.health.state == "ok", "the broker")
+
+
+def test_a_misconfigured_broker_ends_the_daemon(
+    config: Config, written: Callable[[], list[dict[str, object]]]
+) -> None:
+    def fail(_: database.Connection) -> int:
+        raise BrokerMisconfigured("queue 'q' exists with other arguments")
+
+    running = Running(Probe(fail), config)
+    with running:
+        running.join()
+    assert running.code == runner.EXIT_BROKER
+    assert [line["event"] for line in written() if line["level"] == "error"] == [
+        "queue 'q' exists with other arguments"
+    ]
+
+
+def test_the_exit_code_tells_the_kind_of_mistake() -> None:
+    assert runner.exit_code(ConfigError("x")) == runner.EXIT_CONFIG
+    assert runner.exit_code(BrokerMisconfigured("x")) == runner.EXIT_BROKER
+    assert runner.exit_code(FlowForgeError("x")) == runner.EXIT_ERROR
+    assert runner.exit_code(RuntimeError("x")) == runner.EXIT_ERROR
+    codes = [value for name, value in vars(runner).items() if name.startswith("EXIT_")]
+    assert len(set(codes)) == len(codes)
+
+
+def test_a_second_request_ends_a_tick_that_would_not_end(config: Config) -> None:
+    def hang(conn: database.Connection) -> int:
+        conn.execute("select pg_sleep(300)")
+        return 0
+
+    probe = Probe(hang)
+    with Running(probe, config) as running:
+        wait_until(lambda: probe.ticks == 1, "the tick")
+        running.stop.request()
+        assert (running.stop.requested, running.stop.immediate) == (True, False)
+        # Leaving the block asks for the second time.
+    assert running.code == runner.EXIT_FORCED
+
+
+def test_stop_tells_late_comers_at_once() -> None:
+    stop, called = Stop(), threading.Semaphore(0)
+    assert not stop.wait(0)
+    stop.request()
+    stop.on_request(called.release)
+    assert called.acquire(timeout=0)
+    assert stop.wait()
+
+
+# -- health
+
+
+def test_the_health_file_says_how_the_daemon_is(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "health"
+    assert read_health(path) == (False, f"no health report in {path}")
+    probe = Probe()
+    with Running(probe, config.replace(health_file=str(path))):
+        wait_until(lambda: read_health(path)[0], "the report")
+        assert read_health(path)[1].startswith("probe: ok, last tick 0 s ago")
+        probe.wrong = "one function fails"
+        notify(config)
+        wait_until(lambda: listening(config), "LISTEN")
+        notify(config)
+        wait_until(lambda: "probe: error (one function fails)" in read_health(path)[1], "the trouble")
+        assert not read_health(path)[0]
+    assert read_health(path) == (False, read_health(path)[1])
+    assert read_health(path)[1].startswith("probe: stopping")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_silent_daemon_is_not_well(tmp_path: Path) -> None:
+    path = tmp_path / "health"
+    health = Health("probe", path)
+    health.ticked()
+    assert read_health(path)[0]
+    assert not read_health(path, max_age=-1)[0]
+    assert "silent" in read_health(path, max_age=-1)[1]
+    path.write_text("not JSON")
+    assert not read_health(path)[0]
+
+
+def test_the_health_of_a_daemon_that_waits_long_stays_fresh(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "health"
+    with Running(Probe(), config.replace(health_file=str(path))):
+        wait_until(lambda: read_health(path)[0], "the report")
+        first = json.loads(path.read_text())["written"]
+        wait_until(lambda: bool(json.loads(path.read_text())["written"] > first), "a later report", TIMEOUT)
+
+
+# -- processes
+
+PROGRAM = """
+import sys
+from flowforge import log, runner
+from flowforge.config import Config
+from flowforge.scheduler import Scheduler
+config = Config.from_environment()
+log.configure(config.log_format, config.log_level)
+sys.exit(runner.run(Scheduler(config), config))
+"""
+
+
+def process(config: Config, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=CHECKOUT,
+        env={
+            **os.environ,
+            "FLOWFORGE_DATABASE_URL": config.database_url,
+            "FLOWFORGE_HEALTH_FILE": config.health_file,
+            "FLOWFORGE_LOG_FORMAT": "json",
+            **environment,
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_an_idle_daemon(config: Config, tmp_path: Path, number: signal.Signals) -> None:
+    config = config.replace(health_file=str(tmp_path / "health"))
+    daemon = process(config)
+    wait_until(lambda: read_health(config.health_file)[0], "the start")
+    daemon.send_signal(number)
+    _, errors = daemon.communicate(timeout=TIMEOUT)
+    assert daemon.returncode == runner.EXIT_OK
+    assert [json.loads(line)["event"] for line in errors.splitlines()] == ["connected", "stopped"]
+
+
+def test_a_crash_point_kills_without_warning(config: Config, db: Database) -> None:
+    daemon = process(
+        config, FLOWFORGE_CRASH_AT="scheduler:before-settle_finished@2", FLOWFORGE_POLL_INTERVAL="0.05"
+    )
+    daemon.communicate(timeout=TIMEOUT)
+    assert daemon.returncode == -signal.SIGKILL
+
+
+def test_importing_the_runner_loads_neither_pika_nor_yoyo() -> None:
+    command = "import sys, flowforge.runner; sys.exit(bool({'pika', 'yoyo'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", command], cwd=CHECKOUT, check=True)
+
+
+# -- logs
+
+
+def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
+    stream = io.StringIO()
+    log.configure("text", "info", stream)
+    try:
+        probe = log.of("probe")
+        probe.info("did it", run=1, error='a "b" c', empty="")
+        probe.debug("not shown")
+        try:
+            raise ValueError("why")
+        except ValueError:
+            probe.exception("failed", token=2)
+    finally:
+        log.reset()
+    first, second, *trace = stream.getvalue().splitlines()
+    assert first.endswith('info    probe: did it run=1 error="a \\"b\\" c" empty=""')
+    assert second.endswith("error   probe: failed token=2")
+    assert trace[-1] == "ValueError: why"
