@@ -148,8 +148,8 @@ def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str
 def _make_erlang_relocatable(root: Path) -> None:
     erl = root / "usr/lib/erlang/bin/erl"
     if erl.exists():
-        script = erl.read_text()
-        erl.write_text(script.replace("ROOTDIR=/usr/lib/erlang", 'ROOTDIR=$(cd "${0%/*}/.." && pwd -P)'))
+        here = 'ROOTDIR=$(cd "${0%/*}/.." && pwd -P)'
+        erl.write_text(re.sub(r'ROOTDIR="?/usr/lib/erlang"?', lambda _: here, erl.read_text()))
 
 
 def library_path(root: Path) -> str:
