@@ -131,8 +131,10 @@ def _copied(binaries: Path) -> Path:
         ) from error
     for path in (CACHE, final):
         status = path.stat()
-        if status.st_uid != 0 or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise EmbeddedPostgresError(f"{path} must belong to root and be writable by root alone")
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise EmbeddedPostgresError(
+                f"{path} must belong to the present user, and none else may write to it"
+            )
     return final / package.name / "pginstall" / "bin"
 
 

@@ -6,8 +6,10 @@ Everything is ordered and depends on nothing but the files, so that two counts o
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -25,14 +27,20 @@ _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def list_packages(root: Path) -> list[dict[str, str]]:
-    """The directories below `root`, itself included, that hold Python modules: dotted name, relative path."""
+    """The directories below `root`, itself included, that hold Python modules: dotted name, relative path.
+
+    Those with the most source come first, so that no large one is left for the end.
+    """
     packages = []
     for directory, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
-        if any(name.endswith(".py") for name in files):
+        modules = [name for name in files if name.endswith(".py")]
+        if modules:
             relative = Path(directory).relative_to(root)
-            packages.append({"package": ".".join(relative.parts) or TOP_LEVEL, "path": relative.as_posix()})
-    return sorted(packages, key=lambda each: each["path"])
+            size = sum((Path(directory) / name).stat().st_size for name in modules)
+            package = {"package": ".".join(relative.parts) or TOP_LEVEL, "path": relative.as_posix()}
+            packages.append((-size, relative.as_posix(), package))
+    return [package for *_, package in sorted(packages, key=lambda each: each[:2])]
 
 
 def census_package(root: Path, package: dict[str, str]) -> dict[str, Any]:
@@ -146,3 +154,7 @@ def _hush_parser() -> None:
     rule = ("ignore", None, Warning, re.compile(re.escape(_FILE_NAME)), 0)
     if rule not in warnings.filters:
         warnings.filterwarnings("ignore", module=re.escape(_FILE_NAME))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(straight_count(Path(sys.argv[1]))))

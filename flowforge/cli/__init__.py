@@ -1,0 +1,87 @@
+"""The command line: `flowforge COMMAND`. What each part needs is imported when the part runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from flowforge import __version__
+from flowforge.cli.exits import EXIT_INTERRUPTED, EXITS, exit_code
+from flowforge.errors import FlowForgeError
+
+# Where each command is, in the order of the help.
+_COMMANDS = {
+    "up": "daemons",
+    "demo": "demo",
+    "trigger": "runs",
+    "runs": "runs",
+    "show": "runs",
+    "watch": "watch",
+    "cancel": "runs",
+    "retry": "runs",
+    "migrate": "daemons",
+    "scheduler": "daemons",
+    "publisher": "daemons",
+    "worker": "daemons",
+}
+
+_EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXITS.items())
+
+
+class _Commands(click.Group):
+    """The commands, each imported when asked for; foreseeable errors end as one line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click gives it
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - as above
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(
+            importlib.import_module(f"flowforge.cli.{_COMMANDS[cmd_name]}"), cmd_name
+        )
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlowForgeError as error:
+            click.secho("error: ", err=True, fg="red", nl=False)
+            click.echo(str(error), err=True)
+            ctx.exit(exit_code(error))
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+@click.group(
+    cls=_Commands,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="flowforge")
+def cli() -> None:
+    """FlowForge runs workflows durably: what is to be done lives in PostgreSQL, workers do it.
+
+    \b
+    Try it out:           flowforge demo
+    Run your workflows:   flowforge up my_project.workflows
+    Start one:            flowforge trigger etl --input '{"day": "2025-01-31"}' --wait
+    Look at it:           flowforge runs;  flowforge show 1;  flowforge watch 1
+
+    The database is the one of --database-url or FLOWFORGE_DATABASE_URL, else the embedded one that `flowforge
+    up` is running.
+    """
+
+
+def main() -> None:
+    """The entry point of the program `flowforge`."""
+    for stream in (sys.stdout, sys.stderr):
+        # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    cli(prog_name="flowforge")

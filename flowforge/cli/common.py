@@ -1,0 +1,236 @@
+"""What the commands share: the database, output for people and for programs, durations and states."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from flowforge.errors import (
+    ConfigError,
+    DatabaseError,
+    DatabaseUnavailable,
+    FlowForgeError,
+    MissingPrivilege,
+    SchemaError,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from flowforge import db
+    from flowforge.config import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# -- options
+
+database_option = click.option(
+    "--database-url",
+    metavar="URL",
+    help="PostgreSQL connection string. [FLOWFORGE_DATABASE_URL; else the embedded server of `flowforge up`]",
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON: one document, or one a line for lists."
+)
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds(text: str) -> float:
+    """The type of an option that is a length of time: 90, 1.5s, 10m, 2h, 1d."""
+    unit = _UNITS.get(text[-1:])
+    try:
+        number = float(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise click.BadParameter(f"{text!r} is not a length of time such as 90, 1.5s, 10m, 2h or 1d")
+    return number
+
+
+# -- the database
+
+
+def find_database(url: str | None) -> Config:
+    """The configuration of the environment, with the database that the command shall use.
+
+    Raises ConfigError, saying what to do, when there is none.
+    """
+    from flowforge.config import Config
+    from flowforge.embedded import running_dsn
+
+    config = Config.from_environment().replace(database_url=url)
+    if not config.database_url:
+        found = running_dsn()
+        if found is None:
+            raise ConfigError(
+                "no database: set FLOWFORGE_DATABASE_URL, give --database-url, or start `flowforge up`"
+            )
+        config = config.replace(database_url=found)
+    return config
+
+
+@contextmanager
+def database(url: str | None) -> Iterator[db.Connection]:
+    """A connection to the database, whose errors are this project's own.
+
+    Raises FlowForgeError.
+    """
+    import psycopg
+
+    from flowforge import db
+    from flowforge.errors import from_database
+
+    config = find_database(url)
+    try:
+        with db.connect(
+            config.database_url,
+            application_name="flowforge cli",
+            connect_timeout=config.connect_timeout,
+            read_write=False,
+        ) as connection:
+            yield connection
+    except psycopg.Error as error:
+        raise explained(from_database(error)) from error
+
+
+def explained(error: FlowForgeError) -> FlowForgeError:
+    """The error, with what to do next where its text does not say so."""
+    text = str(error)
+    if isinstance(error, DatabaseError) and error.sqlstate == "42P01":  # no such table or view
+        return SchemaError(f"{text}: the schema is missing or too old; run `flowforge migrate`")
+    if isinstance(error, DatabaseUnavailable):
+        return DatabaseUnavailable(f"{text}: is PostgreSQL running at the given address?", error.sqlstate)
+    if isinstance(error, MissingPrivilege) and "remedy" not in text:
+        return MissingPrivilege(
+            f"{text}: grant the login flowforge_reader to read, flowforge_operator to act"
+        )
+    return error
+
+
+def select(connection: db.Connection, query: str, params: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """The rows of a query as dictionaries."""
+    from psycopg.rows import dict_row
+
+    with connection.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(query, params).fetchall()
+
+
+# -- output for programs
+
+
+def print_json(value: object) -> None:
+    """One JSON document on one line; durations are numbers of seconds, times ISO 8601."""
+    click.echo(json.dumps(value, default=_plain, ensure_ascii=False))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return str(value)
+
+
+# -- output for people
+
+STATES = {
+    "pending": ("○", "dim"),
+    "ready": ("◔", "yellow"),
+    "running": ("●", "cyan"),
+    "succeeded": ("✔", "green"),
+    "failed": ("✖", "bold red"),
+    "cancelled": ("⊘", "magenta"),
+    "cancelling": ("⊘", "magenta"),
+    "skipped": ("↷", "dim"),
+}
+
+
+def console() -> Console:
+    """Standard output as rich knows it: colours on a terminal unless NO_COLOR says otherwise."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), emoji=False, markup=False)
+
+
+def state_text(state: str) -> Text:
+    """A state with its sign and colour."""
+    from rich.text import Text
+
+    sign, style = STATES.get(state, (" ", ""))
+    return Text(f"{sign} {state}", style=style)
+
+
+def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Rows under the headings of `columns` (key: heading): a table on a terminal; in a pipe plain aligned
+    columns, whole, without signs and colours. A cell is text, a rich Text, or None.
+    """
+    out = console()
+    rows = list(rows)
+    if out.is_terminal:
+        from rich.table import Table
+
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+        for key, heading in columns.items():
+            right = bool(rows) and all(_is_number(row.get(key)) for row in rows)
+            table.add_column(heading, justify="right" if right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(_cell(row.get(key)) for key in columns))
+        out.print(table)
+        return
+    lines = [[heading.lower().replace(" ", "_") for heading in columns.values()]]
+    lines += [[_in_pipe(row.get(key)) for key in columns] for row in rows]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    for line in lines:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo("  ".join(padded).rstrip())
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int | float) or str(value)[:1].isdigit()
+
+
+def _cell(value: object) -> Any:
+    from rich.text import Text
+
+    if value is None:
+        return Text("")
+    return value if isinstance(value, Text) else Text(str(value))
+
+
+def _in_pipe(value: object) -> str:
+    if value is None or str(value) == "":
+        return "-"
+    text = str(value)
+    if text[:2].rstrip() in {sign for sign, _ in STATES.values()}:
+        text = text[2:]
+    return " ".join(text.split())
+
+
+def duration(value: timedelta | None) -> str | None:
+    """A length of time for people: 12 ms, 3.4 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
+    if value is None:
+        return None
+    seconds = value.total_seconds()
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours < 24 else f"{hours // 24} d {hours % 24:02} h"
+
+
+def local_time(value: datetime | None) -> str | None:
+    """A time in the zone of the reader."""
+    return None if value is None else value.astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,57 @@
+"""The exit codes of every command, and what each error ends with."""
+
+from __future__ import annotations
+
+from flowforge import errors
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_CONFIG = 3
+EXIT_DATABASE = 4
+EXIT_SCHEMA = 5
+EXIT_PRIVILEGE = 6
+EXIT_BROKER = 7
+EXIT_NO_SLOTS = 8
+EXIT_TIMEOUT = 9
+EXIT_REFUSED = 10
+EXIT_INTERRUPTED = 130
+
+# The daemons themselves end with the codes 0, 1, 3 to 8 and 130 of `flowforge.runner`.
+EXITS = {
+    EXIT_OK: "done; of a run that was waited for: it succeeded",
+    EXIT_FAILED: "the run failed or was cancelled, nothing was found, or something unforeseen",
+    EXIT_USAGE: "wrong use: an unknown option, or a request that is not allowed as it is",
+    EXIT_CONFIG: "a setting is missing or wrong",
+    EXIT_DATABASE: "the database cannot be reached, started, or refuses",
+    EXIT_SCHEMA: "the schema is missing or too old: flowforge migrate",
+    EXIT_PRIVILEGE: "the database login lacks a privilege",
+    EXIT_BROKER: "the broker refuses",
+    EXIT_NO_SLOTS: "a worker lost its last slot to a handler that cannot be stopped",
+    EXIT_TIMEOUT: "a run that was waited for had not ended in time",
+    EXIT_REFUSED: "refused in the present state: retry of a running task, a key used with other input",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C, or told to stop a second time",
+}
+
+# The first that fits counts, so subclasses stand before their bases.
+_OF_ERRORS: tuple[tuple[type[errors.FlowForgeError], int], ...] = (
+    (errors.NotFound, EXIT_FAILED),
+    (errors.InvalidArgument, EXIT_USAGE),
+    (errors.InvalidDefinition, EXIT_USAGE),
+    (errors.LimitExceeded, EXIT_USAGE),
+    (errors.NotStorable, EXIT_USAGE),
+    (errors.IdempotencyConflict, EXIT_REFUSED),
+    (errors.StateConflict, EXIT_REFUSED),
+    (errors.WaitTimeout, EXIT_TIMEOUT),
+    (errors.ConfigError, EXIT_CONFIG),
+    (errors.SchemaError, EXIT_SCHEMA),
+    (errors.MissingPrivilege, EXIT_PRIVILEGE),
+    (errors.EmbeddedPostgresError, EXIT_DATABASE),
+    (errors.DatabaseError, EXIT_DATABASE),
+    (errors.BrokerError, EXIT_BROKER),
+)
+
+
+def exit_code(error: errors.FlowForgeError) -> int:
+    """The exit code of a command that ends with `error`."""
+    return next((code for kind, code in _OF_ERRORS if isinstance(error, kind)), EXIT_FAILED)

@@ -1,0 +1,77 @@
+"""Finding workflows: `MODULE` or `MODULE:NAME`, as given to `flowforge worker` and `flowforge up`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from flowforge.errors import ConfigError, FlowForgeError
+
+if TYPE_CHECKING:
+    from flowforge.definition import Workflow
+
+
+def load_workflows(places: Iterable[str]) -> list[Workflow]:
+    """The workflows of each module, or the one that is named after the colon; each once, in the order found.
+
+    Modules are looked for in the present directory too. Raises ConfigError when there is nothing, or there
+    are two of one name.
+    """
+    from flowforge.definition import Workflow
+
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - a string is what sys.path holds
+        sys.path.insert(0, here)
+    found: dict[str, Workflow] = {}
+    for place in places:
+        module_name, colon, attribute = place.partition(":")
+        module = _import(module_name)
+        if colon:
+            named = getattr(module, attribute, None)
+            if not isinstance(named, Workflow):
+                raise ConfigError(f"{module_name} has no Workflow {attribute!r}; it has: {_names(module)}")
+            workflows = [named]
+        else:
+            workflows = [value for value in vars(module).values() if isinstance(value, Workflow)]
+            if not workflows:
+                raise ConfigError(f"module {module_name} holds no Workflow; name one that does")
+        for workflow in workflows:
+            if found.setdefault(workflow.name, workflow) is not workflow:
+                raise ConfigError(f"two different workflows are called {workflow.name!r}: rename one")
+    return list(found.values())
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"no module {name!r} (no {error.name!r} in {os.getcwd()} or on Python's path): "  # noqa: PTH109
+                "give its dotted name, without .py"
+            ) from None
+        raise ConfigError(_blamed(name, error)) from error
+    except FlowForgeError as error:
+        raise ConfigError(_blamed(name, error)) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_blamed(name, error)) from error
+
+
+def _blamed(name: str, error: BaseException) -> str:
+    """What went wrong in the module and where, in one line."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename
+    ]
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if len(frames) > 1 else ""
+    return f"module {name} cannot be imported: {place}{type(error).__name__}: {error}"
+
+
+def _names(module: ModuleType) -> str:
+    from flowforge.definition import Workflow
+
+    names = [name for name, value in vars(module).items() if isinstance(value, Workflow)]
+    return ", ".join(names) or "none"

@@ -1,0 +1,425 @@
+"""The commands about runs: trigger, runs, show, cancel, retry."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flowforge.cli.common import (
+    console,
+    database,
+    database_option,
+    duration,
+    explained,
+    find_database,
+    json_option,
+    local_time,
+    print_json,
+    print_table,
+    seconds,
+    select,
+    state_text,
+)
+from flowforge.cli.exits import EXIT_FAILED
+from flowforge.errors import FlowForgeError, NotFound
+
+if TYPE_CHECKING:
+    from flowforge.client import RunResult
+
+_STATES = ("pending", "running", "cancelling", "succeeded", "failed", "cancelled")
+_run_argument = click.argument("run_id", type=click.IntRange(min=1), metavar="RUN")
+
+
+def _json(value: str) -> Any:
+    """JSON as text, @FILE, or - for standard input."""
+    try:
+        if value == "-":
+            value = sys.stdin.read()
+        elif value.startswith("@"):
+            value = Path(value[1:]).read_text(encoding="utf-8")
+        return json.loads(value, parse_constant=_refuse_constant)
+    except OSError as error:
+        raise click.BadParameter(f"cannot read {value[1:]}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"not JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _label(text: str) -> tuple[str, str]:
+    """KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+@click.command()
+@click.argument("workflow")
+@click.option(
+    "-i", "--input", "value", type=_json, default="{}", metavar="JSON|@FILE|-", help="Input. Default: {}."
+)
+@click.option("--idempotency-key", metavar="KEY", help="The same key and input give the same run.")
+@click.option(
+    "--version", type=click.IntRange(min=1), help="Version of the workflow. Default: the current one."
+)
+@click.option("--priority", type=int, default=0, help="The larger goes first. Default: 0.")
+@click.option(
+    "--delay", type=seconds, metavar="TIME", default="0", help="Time before anything of it is dispatched."
+)
+@click.option("-l", "--label", "labels", type=_label, multiple=True, metavar="KEY=VALUE", help="Repeatable.")
+@click.option("-w", "--wait", is_flag=True, help="Watch it on standard error until it has ended.")
+@click.option(
+    "--timeout", type=seconds, metavar="TIME", help="With --wait: stop waiting after this long (exit code 9)."
+)
+@database_option
+@json_option
+@click.pass_context
+def trigger(
+    ctx: click.Context,
+    workflow: str,
+    value: Any,
+    idempotency_key: str | None,
+    version: int | None,
+    priority: int,
+    delay: float,
+    labels: tuple[tuple[str, str], ...],
+    wait: bool,
+    timeout: float | None,
+    database_url: str | None,
+    as_json: bool,
+) -> None:
+    """Start a run of WORKFLOW and print its id.
+
+    With --wait it prints the outputs of the last tasks instead, and ends with the run: exit code 0 when it
+    succeeded, 1 when it failed or was cancelled.
+
+    \b
+    Examples:
+      flowforge trigger etl --input '{"day": "2025-01-31"}'
+      flowforge trigger etl --input @input.json --idempotency-key etl-2025-01-31 --wait
+      generate | flowforge trigger etl --input - --delay 10m -l team=data
+    """
+    from flowforge.client import Client
+
+    with _acting(), Client(find_database(database_url).database_url) as client:
+        run_id = client.trigger(
+            workflow,
+            value,
+            idempotency_key=idempotency_key,
+            version=version,
+            priority=priority,
+            delay=delay,
+            labels=dict(labels),
+        )
+        if not wait:
+            print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
+            return
+        _follow(database_url, run_id, timeout, quiet=as_json)
+        result = client.result(run_id)
+    _print_result(result, as_json)
+    if not result.succeeded:
+        ctx.exit(EXIT_FAILED)
+
+
+def _follow(database_url: str | None, run_id: int, timeout: float | None, *, quiet: bool) -> None:
+    from rich.console import Console
+
+    from flowforge.cli.watch import follow, snapshots
+
+    with database(database_url) as connection:
+        if quiet:
+            for _ in snapshots(connection, run_id, timeout):
+                pass
+        else:
+            out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
+            follow(connection, run_id, out=out, timeout=timeout)
+
+
+def _print_result(result: RunResult, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    if as_json:
+        print_json(asdict(result))
+        return
+    for task, output in result.outputs.items():
+        click.echo(f"{task}: {json.dumps(output, ensure_ascii=False)}")
+    for task, error in result.errors.items():
+        click.echo(f"{task} failed: {error}", err=True)
+
+
+@click.command()
+@click.option("--workflow", help="Only runs of this workflow.")
+@click.option("--state", type=click.Choice(_STATES), help="Only runs in this state.")
+@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="At most so many. Default: 20.")
+@click.option("--after", type=click.IntRange(min=1), metavar="RUN", help="Only runs older than this one.")
+@database_option
+@json_option
+@click.pass_context
+def runs(
+    ctx: click.Context,
+    workflow: str | None,
+    state: str | None,
+    limit: int,
+    after: int | None,
+    database_url: str | None,
+    as_json: bool,
+) -> None:
+    """List runs, the newest first. Exit code 1 when there is none.
+
+    Further pages: give the last id of a page as --after.
+
+    \b
+    Examples:
+      flowforge runs --state failed
+      flowforge runs --workflow etl --after 1200 --json
+    """
+    found = _find_runs(database_url, workflow, state, after, limit + 1)
+    page = found[:limit]
+    if as_json:
+        for run in page:
+            print_json(run)
+    elif page:
+        columns = {
+            "run_id": "run",
+            "workflow": "workflow",
+            "state": "state",
+            "tasks": "tasks done",
+            "failed": "failed",
+        }
+        columns |= {"created": "triggered", "took": "duration"}
+        print_table(columns, [_run_row(run) for run in page])
+        if len(found) > limit:
+            click.echo(f"More: add --after {page[-1]['run_id']}", err=True)
+    else:
+        click.echo("No runs found.", err=True)
+    if not page:
+        ctx.exit(EXIT_FAILED)
+
+
+def _find_runs(
+    database_url: str | None, workflow: str | None, state: str | None, after: int | None, limit: int
+) -> list[dict[str, Any]]:
+    # Only the conditions that are given, so that the plan walks the right index from its end.
+    given = {"workflow = %s": workflow, "state = %s": state, "run_id < %s": after}
+    conditions = [condition for condition, value in given.items() if value is not None]
+    where = f" where {' and '.join(conditions)}" if conditions else ""
+    with database(database_url) as connection:
+        return select(
+            connection,
+            f"select * from flowforge.run_status{where} order by run_id desc limit %s",  # noqa: S608 - constants
+            [*(value for value in given.values() if value is not None), limit],
+        )
+
+
+def _run_row(run: dict[str, Any]) -> dict[str, object]:
+    done = run["task_runs"] - run["pending"] - run["ready"] - run["running"]
+    return {
+        "run_id": run["run_id"],
+        "workflow": f"{run['workflow']} v{run['version']}",
+        "state": state_text(run["state"]),
+        "tasks": f"{done}/{run['task_runs']}",
+        "failed": run["failed"] or None,
+        "created": local_time(run["created_at"]),
+        "took": duration(run["duration"]),
+    }
+
+
+@click.command()
+@_run_argument
+@click.option("--elements", is_flag=True, help="List every element of maps, not only the failed ones.")
+@click.option("--output", "task", metavar="TASK", help="Print only this task's output, as JSON.")
+@database_option
+@json_option
+def show(run_id: int, elements: bool, task: str | None, database_url: str | None, as_json: bool) -> None:
+    """Show a run and its tasks.
+
+    Their states, what each waits for, attempts, durations, workers and errors; of a map its own row, and the
+    elements that failed.
+
+    \b
+    Examples:
+      flowforge show 12
+      flowforge show 12 --output report > report.json
+    """
+    if task is not None:
+        from flowforge.client import Client
+
+        with _acting(), Client(find_database(database_url).database_url) as client:
+            print_json(client.result(run_id, task))
+        return
+    with database(database_url) as connection:
+        found = select(connection, "select * from flowforge.run_status where run_id = %s", [run_id])
+        if not found:
+            raise NotFound(f"there is no run {run_id}; see which there are: flowforge runs")
+        tasks = select(
+            connection,
+            "select * from flowforge.task_run_status where run_id = %s "
+            "and (map_index is null or %s or state = 'failed') order by task_run_id",
+            [run_id, elements],
+        )
+    [run] = found
+    if as_json:
+        print_json({"run": run, "tasks": tasks})
+        return
+    _print_run(run)
+    click.echo()
+    columns = {"task": "task", "state": "state", "attempt": "attempt", "took": "duration", "worker": "worker"}
+    print_table(columns | {"note": "notes"}, [_task_row(each) for each in tasks])
+    for each in tasks:
+        # The table has the first line of the last attempt's error; of earlier ones it shows nothing.
+        if each["error"] and (each["state"] != "failed" or "\n" in each["error"].strip()):
+            click.echo()
+            click.secho(f"{_task_name(each)}, attempt {each['attempt']}:", bold=True)
+            click.echo("\n".join(f"  {line}".rstrip() for line in each["error"].strip().splitlines()))
+
+
+def _print_run(run: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    out = console()
+    facts: dict[str, Any] = {
+        "state": state_text(run["state"]) if out.is_terminal else run["state"],
+        "triggered": local_time(run["created_at"]),
+        "finished": local_time(run["finished_at"]),
+        "duration": duration(run["duration"]),
+        "priority": run["priority"] or None,
+        "key": run["idempotency_key"],
+        "labels": ", ".join(f"{key}={value}" for key, value in run["labels"].items()),
+        "cancelled": run["cancel_reason"] or (local_time(run["cancel_requested_at"])),
+    }
+    out.print(
+        Text.assemble(
+            ("Run ", ""),
+            (str(run["run_id"]), "bold"),
+            " of ",
+            (run["workflow"], "bold"),
+            f" v{run['version']}",
+        )
+    )
+    for name, value in facts.items():
+        if value:
+            out.print(Text.assemble((f"  {name:<10} ", "dim"), value))
+
+
+def _task_name(task: dict[str, Any]) -> str:
+    return task["task"] if task["map_index"] is None else f"{task['task']}[{task['map_index']}]"
+
+
+def _task_row(task: dict[str, Any]) -> dict[str, object]:
+    notes = []
+    if task["waits"]:
+        notes.append(f"waits: {task['waits']}" if task["state"] in ("pending", "ready") else task["waits"])
+    if task["map_count"] is not None and task["state"] != "pending":
+        notes.append(f"{task['map_count']} elements")
+    if task["progress"] is not None and task["state"] == "running":
+        notes.append(f"{task['progress']:.0%} {task['progress_message'] or ''}".strip())
+    if task["reaps"]:
+        notes.append(f"taken back {task['reaps']} of at most {task['max_reaps']} times from a lost worker")
+    if task["error"] and task["state"] == "failed":
+        notes.append(task["error"].strip().partition("\n")[0][:200])
+    ran = task["started_at"] is not None
+    return {
+        "task": _task_name(task),
+        "state": state_text(task["state"]),
+        "attempt": f"{task['attempt']}/{task['max_attempts']}" if ran else None,
+        "took": duration(task["duration"]),
+        "worker": task["worker"],
+        "note": "; ".join(notes),
+    }
+
+
+@click.command()
+@_run_argument
+@click.option("--reason", help="Kept with the run.")
+@database_option
+@json_option
+@click.pass_context
+def cancel(
+    ctx: click.Context, run_id: int, reason: str | None, database_url: str | None, as_json: bool
+) -> None:
+    """Cancel a run.
+
+    Nothing more of it starts, and running handlers are told; a success that still comes counts.
+
+    Exit code 1 when it was asked for before, or the run has ended.
+
+    \b
+    Example:
+      flowforge cancel 12 --reason 'wrong input'
+    """
+    from flowforge.client import Client
+
+    with _acting(), Client(find_database(database_url).database_url) as client:
+        changed = client.cancel(run_id, reason=reason)
+    if as_json:
+        print_json({"run_id": run_id, "changed": changed})
+    else:
+        click.echo(
+            f"Run {run_id} is being cancelled."
+            if changed
+            else f"Run {run_id} was not changed: it has ended, or is being cancelled already."
+        )
+    if not changed:
+        ctx.exit(EXIT_FAILED)
+
+
+@click.command()
+@_run_argument
+@click.option("--from", "from_task", metavar="TASK", help="Run this task and everything below it again.")
+@click.option("--request-id", metavar="ID", help="Asking again with the same id resets nothing further.")
+@database_option
+@json_option
+@click.pass_context
+def retry(
+    ctx: click.Context,
+    run_id: int,
+    from_task: str | None,
+    request_id: str | None,
+    database_url: str | None,
+    as_json: bool,
+) -> None:
+    """Run again what failed in a run.
+
+    That is what failed or was cancelled, and what was skipped because of it.
+
+    Exit code 1 when there was nothing to run again, 10 while what would be reset is still running.
+
+    \b
+    Examples:
+      flowforge retry 12
+      flowforge retry 12 --from parse --request-id ticket-7
+    """
+    from flowforge.client import Client
+
+    with _acting(), Client(find_database(database_url).database_url) as client:
+        reset = client.retry(run_id, from_task=from_task, request_id=request_id)
+    if as_json:
+        print_json({"run_id": run_id, "reset": reset})
+    else:
+        click.echo(
+            f"Run {run_id}: {reset} task runs are run again."
+            if reset
+            else f"Run {run_id}: nothing to run again."
+        )
+    if not reset:
+        ctx.exit(EXIT_FAILED)
+
+
+class _acting:  # noqa: N801 - reads as a verb where it is used
+    """Adds to an error of a client what to do next."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FlowForgeError):
+            better = explained(error)
+            if better is not error:
+                raise better from error

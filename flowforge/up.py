@@ -1,0 +1,165 @@
+"""Everything in one foreground process: PostgreSQL unless one is given, schema, scheduler, worker, publisher.
+
+For development, demonstrations and small installations. Each daemon has a thread of its own and shares
+nothing with the others but the request to stop; the server is stopped last, when their results are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowforge import log, runner
+from flowforge.client import Client
+from flowforge.config import Config
+from flowforge.definition import Workflow
+from flowforge.embedded import EmbeddedPostgres
+from flowforge.errors import ConfigError
+from flowforge.migrate import migrate
+from flowforge.scheduler import Scheduler
+from flowforge.worker import Worker, handlers_of
+
+_log = log.of("up")
+
+# How often the threads are looked at. Nobody waits for it: they wake each other.
+_LOOK = 0.1
+
+
+@dataclass(frozen=True)
+class Up:
+    """What is up: the connection string to use, the directory of the embedded server (None when a database
+    was given), and the workflows that were registered.
+    """
+
+    database_url: str
+    directory: Path | None
+    workflows: tuple[str, ...]
+
+
+@dataclass
+class _Part:
+    """One daemon in its thread."""
+
+    name: str
+    main: Callable[[], int]
+    health: runner.Health
+    code: int = runner.EXIT_ERROR
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name=f"flowforge-{self.name}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.code = self.main()
+        except Exception:  # noqa: BLE001 - the end of the thread, whose caller only has its code
+            log.of(self.name).exception("ended by an error")
+            self.health.report("failed", "ended by an error; see the log")
+
+
+def run(
+    config: Config,
+    workflows: Sequence[Workflow],
+    *,
+    server: EmbeddedPostgres | None = None,
+    ready: Callable[[Up], None] = lambda _: None,
+    stop: runner.Stop | None = None,
+) -> int:
+    """Runs all daemons until asked to stop; returns the exit code of the first one that failed, or 0.
+
+    `server` is started if it is not running, and stopped at the end if it was started here; without it the
+    database of `config` is used. `workflows` are registered, and `ready` is called once every daemon works.
+    Without `stop` the signals of the process ask for it (main thread only).
+
+    Raises FlowForgeError when the database cannot be started, reached or migrated, or a definition is
+    refused.
+    """
+    if stop is None:
+        with runner.signals(runner.Stop()) as own:
+            return run(config, workflows, server=server, ready=ready, stop=own)
+    if server is None and not config.database_url:
+        raise ConfigError("FLOWFORGE_DATABASE_URL is not set, and no embedded server was asked for")
+    with contextlib.ExitStack() as cleanup:
+        if server is not None:
+            if not server.alive:
+                cleanup.enter_context(server)
+            config = config.replace(database_url=server.dsn)
+        migrate(config.database_url)
+        with Client(config.database_url) as client:
+            for workflow in workflows:
+                client.define(workflow)
+        up = Up(
+            config.database_url, server.directory if server else None, tuple(each.name for each in workflows)
+        )
+        return _run_parts(_parts(config, workflows, stop), config, server, stop, lambda: ready(up))
+
+
+def _parts(config: Config, workflows: Iterable[Workflow], stop: runner.Stop) -> list[_Part]:
+    # One file cannot hold the health of several daemons: they report in memory, and `run` writes the worst.
+    health = {name: runner.Health(name) for name in ("scheduler", "worker", "publisher")}
+    scheduler = Scheduler(config)
+    worker = Worker(handlers_of(workflows), config, stop, health["worker"])
+    parts = [
+        _Part(
+            "scheduler",
+            lambda: runner.run(scheduler, config, stop=stop, health=health["scheduler"]),
+            health["scheduler"],
+        ),
+        _Part("worker", worker.run, health["worker"]),
+    ]
+    if config.uses_broker:
+        from flowforge.publisher import Publisher
+
+        publisher = Publisher(config)
+        parts.append(
+            _Part(
+                "publisher",
+                lambda: runner.run(publisher, config, stop=stop, health=health["publisher"]),
+                health["publisher"],
+            )
+        )
+    return parts
+
+
+def _run_parts(
+    parts: list[_Part],
+    config: Config,
+    server: EmbeddedPostgres | None,
+    stop: runner.Stop,
+    ready: Callable[[], None],
+) -> int:
+    health = runner.Health("up", config.health_file)
+    for part in parts:
+        part.thread.start()
+    announced = False
+    failure: int | None = None
+    while not stop.wait(_LOOK):
+        worst = next((part for part in parts if part.health.state != "ok"), None)
+        if worst is None:
+            health.ticked()
+            if not announced:
+                announced = True
+                ready()
+        else:
+            health.report(worst.health.state, f"{worst.name}: {worst.health.state}")
+        ended = next((part for part in parts if not part.thread.is_alive()), None)
+        if ended is not None and not stop.requested:
+            failure = ended.code or runner.EXIT_ERROR
+            _log.error("a daemon ended; stopping the others", part=ended.name)
+            stop.request()
+        elif server is not None and not server.alive:
+            failure = runner.EXIT_DATABASE
+            _log.error(
+                "the embedded PostgreSQL ended; stopping", log=str(server.log), error=server.log_tail(1)
+            )
+            # Nothing can be finished without it: no daemon needs to be waited for.
+            stop.request()
+            stop.request()
+    health.report("stopping")
+    for part in parts:
+        part.thread.join()
+    if failure is not None:
+        return failure
+    return next((part.code for part in parts if part.code != runner.EXIT_OK), runner.EXIT_OK)
