@@ -2,15 +2,16 @@
 
     ./dev run python -m benchmarks.end_to_end [--tasks N] [--rounds N] [--concurrency N] [--json]
 
-One scheduler, one publisher and two worker processes, as installed, over RabbitMQ (quorum queue) and on PostgreSQL
-alone; PostgreSQL with its default settings, durability included. In turn with them, in the same run:
+One scheduler, one publisher and two worker processes, as installed, over RabbitMQ (quorum queue) and on
+PostgreSQL alone; PostgreSQL with its default settings, durability included. In turn with them, in the same
+run:
 
 - L1: claim and fenced finish as two UPDATEs and two commits a task, by pgbench on 2 connections.
-- H1: a hand-written worker of FlowForge's shape over RabbitMQ, two processes taking one message at a time (prefetch 1,
-  claim by id, fenced finish, acknowledge), from a queue that was filled before.
+- H1: a hand-written worker of FlowForge's shape over RabbitMQ, two processes taking one message at a time
+  (prefetch 1, claim by id, fenced finish, acknowledge), from a queue that was filled before.
 
-The backlog is triggered while the queue is paused; the clock runs from resume_queue until the last run has ended. The
-chain is of 100 tasks, one run at a time. Figures are medians of the rounds.
+The backlog is triggered while the queue is paused; the clock runs from resume_queue until the last run has
+ended. The chain is of 100 tasks, one run at a time. Figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ HAND_MADE = """
         owner text, lease timestamptz, output jsonb);
 """
 CLAIM = """
-    update hand_made set state = 'running', token = token + 1, owner = 'w', lease = clock_timestamp() + interval '30 s'
+    update hand_made
+    set state = 'running', token = token + 1, owner = 'w', lease = clock_timestamp() + interval '30 s'
     where id = {id} and state = 'ready'
 """
-FINISH = "update hand_made set state = 'succeeded', owner = null, lease = null, output = 'null' where id = {id} and state = 'running' and token = 1"
+FINISH = """
+    update hand_made set state = 'succeeded', owner = null, lease = null, output = 'null'
+    where id = {id} and state = 'running' and token = 1
+"""
 
 
 def hand_made_rows(dsn: str, rows: int) -> None:
@@ -199,7 +204,7 @@ def main() -> None:
 
     def record(name: str, value: float) -> None:
         figures.setdefault(name, []).append(value)
-        print(f"{name}: {value:,.1f}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{name}: {value:,.1f}\n")
 
     programs, library_path = postgres.binaries(options.pg)
     with (
@@ -222,15 +227,13 @@ def main() -> None:
 
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in figures.items()}
     if options.json:
-        print(json.dumps({"medians": medians, "rounds": figures}))
+        sys.stdout.write(json.dumps({"medians": medians, "rounds": figures}) + "\n")
         return
     table = Table("figure", "median", "ratio to L1", "ratio to H1")
     for name, value in medians.items():
         rate = name.endswith("tasks/s")
-        table.add_row(
-            name, f"{value:,.1f}",
-            f"{value / medians['L1, tasks/s']:.2f}" if rate else "", f"{value / medians['H1, tasks/s']:.2f}" if rate else "",
-        )  # fmt: skip
+        ratios = [f"{value / medians[limit]:.2f}" if rate else "" for limit in ("L1, tasks/s", "H1, tasks/s")]
+        table.add_row(name, f"{value:,.1f}", *ratios)
     Console().print(table)
 
 
