@@ -1,8 +1,7 @@
-"""The loop of every daemon: it wakes, outlasts what passes, ends with one line where nothing heals, and stops."""
+"""The loop of every daemon: it wakes, outlasts what passes, ends with one line where nothing heals, stops."""
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,12 +25,10 @@ from flowforge.errors import (
     FlowForgeError,
 )
 from flowforge.runner import Daemon, Health, Stop, read_health
+from tests.python.daemons import CHECKOUT, TIMEOUT, Running, process
 from tests.python.proxy import Proxy
 from tests.services.database import Database
 from tests.services.process import wait_until
-
-TIMEOUT = 30.0
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Probe(Daemon):
@@ -61,30 +58,6 @@ class Probe(Daemon):
 
     def close(self) -> None:
         self.closed = True
-
-
-class Running:
-    """A daemon under way in a thread; leaving the block stops it and waits for its end."""
-
-    def __init__(self, daemon: Daemon, config: Config) -> None:
-        self.stop, self.health = Stop(), Health(daemon.name, config.health_file)
-        self.code: int | None = None
-        self._thread = threading.Thread(target=self._run, args=(daemon, config))
-
-    def _run(self, daemon: Daemon, config: Config) -> None:
-        self.code = runner.run(daemon, config, stop=self.stop, health=self.health)
-
-    def __enter__(self) -> "Running":
-        self._thread.start()
-        return self
-
-    def join(self) -> None:
-        self._thread.join(TIMEOUT)
-        assert not self._thread.is_alive()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.request()
-        self.join()
 
 
 @pytest.fixture
@@ -442,37 +415,11 @@ def test_the_health_of_a_daemon_that_waits_long_stays_fresh(config: Config, tmp_
 
 # -- processes
 
-PROGRAM = """
-import sys
-from flowforge import log, runner
-from flowforge.config import Config
-from flowforge.scheduler import Scheduler
-config = Config.from_environment()
-log.configure(config.log_format, config.log_level)
-sys.exit(runner.run(Scheduler(config), config))
-"""
-
-
-def process(config: Config, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        cwd=CHECKOUT,
-        env={
-            **os.environ,
-            "FLOWFORGE_DATABASE_URL": config.database_url,
-            "FLOWFORGE_HEALTH_FILE": config.health_file,
-            "FLOWFORGE_LOG_FORMAT": "json",
-            **environment,
-        },
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_an_idle_daemon(config: Config, tmp_path: Path, number: signal.Signals) -> None:
     config = config.replace(health_file=str(tmp_path / "health"))
-    daemon = process(config)
+    daemon = process("Scheduler", config)
     wait_until(lambda: read_health(config.health_file)[0], "the start")
     daemon.send_signal(number)
     _, errors = daemon.communicate(timeout=TIMEOUT)
@@ -482,7 +429,9 @@ def test_a_signal_stops_an_idle_daemon(config: Config, tmp_path: Path, number: s
 
 def test_a_crash_point_kills_without_warning(config: Config, db: Database) -> None:
     daemon = process(
-        config, FLOWFORGE_CRASH_AT="scheduler:before-settle_finished@2", FLOWFORGE_POLL_INTERVAL="0.05"
+        "Scheduler",
+        config.replace(poll_interval=0.05),
+        FLOWFORGE_CRASH_AT="scheduler:before-settle_finished@2",
     )
     daemon.communicate(timeout=TIMEOUT)
     assert daemon.returncode == -signal.SIGKILL
