@@ -93,7 +93,7 @@ begin
                 end
             from (select v_states[flowforge._position(p_task_run_ids, tr.task_run_id)] as state,
                          v_delays[flowforge._position(p_task_run_ids, tr.task_run_id)] as delay) n),
-        reaps = tr.reaps + p_counted::int, redispatches = 0,
+        reaps = tr.reaps + p_counted::int, redispatches = 0, unknown_handler_since = null,
         claim_id = null, lease_owner = null, lease_expires_at = null, lease_length = null, deadline = null
     where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running';
     perform flowforge._arm(p_task_run_ids, p_now);
@@ -114,7 +114,6 @@ as $$
 declare
     v_now timestamptz;
     v_unknown_since timestamptz;
-    v_handler text;
     v_state flowforge.task_run_state;
 begin
     if (release_task_run.reason in ('unstarted', 'shutdown', 'crashed', 'unknown_handler')) is not true then
@@ -124,7 +123,7 @@ begin
     if release_task_run.task_run_id is null or release_task_run.fencing_token is null then
         raise exception using errcode = 'WF001', message = 'release: task_run_id and fencing_token must not be null';
     end if;
-    perform from flowforge.task_run tr
+    select tr.unknown_handler_since into v_unknown_since from flowforge.task_run tr
     where tr.task_run_id = release_task_run.task_run_id and tr.state = 'running' and tr.fencing_token = release_task_run.fencing_token
     for no key update;
     if not found then
@@ -135,18 +134,21 @@ begin
     if release_task_run.reason = 'crashed' then
         perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', 'the process running the handler died', true, null, v_now);
     elsif release_task_run.reason = 'unknown_handler' then
-        -- A rolling deploy may bring the handler soon: ask again with a growing delay, for 15 minutes.
-        update flowforge.task_run tr set unknown_handler_since = coalesce(tr.unknown_handler_since, v_now)
-        where tr.task_run_id = release_task_run.task_run_id and tr.state = 'running' and tr.fencing_token = release_task_run.fencing_token
-        returning tr.unknown_handler_since, (select t.handler from flowforge.task t where t.task_id = tr.task_id)
-        into v_unknown_since, v_handler;
+        -- A rolling deploy may bring the handler soon: ask again with a growing delay, for 15 minutes from the first
+        -- time. Any other way of giving back comes from a worker that knew it, and ends that time.
+        v_unknown_since := coalesce(v_unknown_since, v_now);
         if v_now - v_unknown_since >= interval '15 minutes' then
             perform flowforge._end_attempt(array[release_task_run.task_run_id], array['failed'],
-                array[format('no worker knew the handler %s for 15 minutes', flowforge._quoted(v_handler))], array[false], false, v_now);
+                array(select format('no worker knew the handler %s for 15 minutes', flowforge._quoted(t.handler))
+                      from flowforge.task_run tr join flowforge.task t on t.task_id = tr.task_id
+                      where tr.task_run_id = release_task_run.task_run_id),
+                array[false], false, v_now);
             perform flowforge._wake_scheduler();
         else
             perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false,
                 array[least(interval '60 s', greatest(interval '1 s', (v_now - v_unknown_since) / 2 * (1 + random() / 4)))], v_now);
+            update flowforge.task_run tr set unknown_handler_since = v_unknown_since
+            where tr.task_run_id = release_task_run.task_run_id and tr.state = 'ready';
         end if;
     else
         perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false, array[interval '0'], v_now);

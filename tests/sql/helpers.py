@@ -145,12 +145,32 @@ class Engine:
         (claim,) = self.claim_next(1)
         return claim
 
-    def message(self, claim: Claim) -> tuple[int, uuid.UUID]:
-        return claim.task_run_id, claim.dispatch_id
+    def messages(self) -> list[Any]:
+        """The orders to publish, oldest first."""
+        return self.rows("select * from flowforge.outbox order by outbox_id")
+
+    def claim(self, message: Any, claim_id: uuid.UUID | None = None, lease: str = "30 s") -> Claim:
+        """Claim by a message: anything with task_run_id and dispatch_id."""
+        (claim,) = self.table(
+            "claim_task_run",
+            message.task_run_id,
+            message.dispatch_id,
+            "worker",
+            claim_id or uuid.uuid4(),
+            lease,
+        )
+        return claim
 
     def finish(self, claim: Claim, outcome: str = "succeeded", **named: Any) -> str:
         answer: str = self.call("finish_task_run", claim.task_run_id, claim.fencing_token, outcome, **named)
         return answer
+
+    def finish_all(self, claims: list[Claim], outcome: str = "succeeded") -> list[str]:
+        """Finish in one batch; answers in the order of the claims."""
+        ids, tokens = [each.task_run_id for each in claims], [each.fencing_token for each in claims]
+        outcomes, nulls, retryables = [outcome] * len(claims), [None] * len(claims), [True] * len(claims)
+        answers = self.table("finish_task_runs", ids, tokens, outcomes, nulls, nulls, retryables)
+        return [each.answer for each in answers]
 
     def work(self, behaviour: Behaviour = nothing, max_rows: int = 1000) -> int:
         """Claim, run and finish what is dispatched; answers how many."""
@@ -169,6 +189,14 @@ class Engine:
         """Schedule and work, until there is nothing to do but wait."""
         self.schedule()
         while self.work(behaviour):
+            self.schedule()
+
+    def drive_until(self, name: str, behaviour: Behaviour = nothing) -> None:
+        """Drive until a task of this name waits for a worker."""
+        self.schedule()
+        waiting = "select count(*) from flowforge.task_run_status where state = 'ready' and task = %s"
+        while not self.value(waiting, name):
+            assert self.work(behaviour)
             self.schedule()
 
     # -- looking

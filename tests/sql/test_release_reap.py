@@ -1,0 +1,303 @@
+"""release_task_run and reap_expired_leases: the same attempt is offered again, but not for ever."""
+
+from typing import Any
+
+import pytest
+
+from tests.services.database import Database
+from tests.sql.helpers import Claim, Engine, failing, task
+
+
+def release(engine: Engine, claim: Claim, reason: str) -> str:
+    answer: str = engine.call("release_task_run", claim.task_run_id, claim.fencing_token, reason)
+    return answer
+
+
+def expire(engine: Engine, interval: str = "31 s") -> int:
+    engine.advance(interval)
+    return engine.reap()
+
+
+def waits(engine: Engine, run_id: int) -> float:
+    row = engine.task_run(run_id, "a")
+    now = engine.value("select flowforge._clock()")
+    return float((row.available_at - now).total_seconds())
+
+
+def recorded(engine: Engine) -> list[tuple[Any, ...]]:
+    rows = engine.rows("select * from flowforge.attempt order by fencing_token")
+    return [(row.fencing_token, row.outcome, row.answered) for row in rows]
+
+
+# Both
+
+
+@pytest.mark.parametrize("how", ["unstarted", "shutdown", "crashed", "unknown_handler", "reap"])
+def test_the_same_attempt_is_offered_again_under_the_same_dispatch_id(engine: Engine, how: str) -> None:
+    run_id = engine.start(task("a", retry={"max_attempts": 3}))
+    (message,) = engine.messages()
+    engine.rows("select flowforge.mark_published(array_agg(outbox_id)) from flowforge.outbox")
+    claim = engine.claim(message)
+    if how == "reap":
+        assert expire(engine) == 1
+    else:
+        assert release(engine, claim, how) == "released"
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.stage, row.attempt, row.failures) == ("ready", "dispatched", 1, 0)
+    assert (row.dispatch_id, row.fencing_token) == (claim.dispatch_id, 1)
+    assert (row.claim_id, row.lease_owner, row.lease_expires_at, row.lease_length) == (None,) * 4
+    assert row.reaps == (how in ("crashed", "reap"))
+    # A new order to publish; the published one is never changed.
+    old, new = engine.messages()
+    assert (old, new.published_at) == (engine.messages()[0], None)
+    assert (new.dispatch_id, new.attempt) == (message.dispatch_id, 1)
+    assert new.next_attempt_at == row.available_at
+    assert engine.claim(new).fencing_token == 2
+
+
+@pytest.mark.parametrize("how", ["unstarted", "shutdown", "crashed", "unknown_handler", "reap"])
+def test_in_a_cancelled_run_it_is_cancelled(engine: Engine, how: str) -> None:
+    run_id = engine.start(task("a", retry={"max_attempts": 3}))
+    claim = engine.claim_one()
+    engine.call("cancel_run", run_id)
+    if how == "reap":
+        assert expire(engine) == 1
+    else:
+        assert release(engine, claim, how) == "cancelled"
+    assert engine.task_run(run_id, "a").state == "cancelled"
+    engine.schedule()
+    assert engine.run_state(run_id) == "cancelled"
+
+
+def test_an_unpublished_order_serves_again(engine: Engine) -> None:
+    engine.start(task("a"))
+    (order,) = engine.messages()
+    release(engine, engine.claim(order), "shutdown")
+    assert engine.messages() == [order]
+
+
+# Poison (HD-21)
+
+
+@pytest.mark.parametrize("how", ["reap", "crashed"])
+def test_after_max_reaps_it_fails_whatever_attempts_are_left(engine: Engine, how: str) -> None:
+    run_id = engine.start(task("a", retry={"max_attempts": 9}), task("b", "a", when="any_failed"))
+    offered = []
+    for _ in range(3):
+        claim = engine.claim_one()
+        if how == "reap":
+            assert expire(engine) == 1
+        else:
+            answer = release(engine, claim, "crashed")
+        offered.append(waits(engine, run_id))
+        engine.advance("5 s")
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.reaps, row.attempt) == ("failed", 3, 1)
+    assert offered[:2] == [0, 5]  # at once, then with a growing delay
+    assert "given up after 3 executions" in row.error
+    if how == "crashed":
+        assert answer == "failed"
+    outcome = "lease_expired" if how == "reap" else "crashed"
+    assert recorded(engine) == [(token, outcome, False) for token in (1, 2, 3)]
+    engine.drive()
+    assert engine.states(run_id)["b"] == "succeeded"
+
+
+def test_max_reaps_zero_gives_no_second_chance(engine: Engine) -> None:
+    run_id = engine.start(task("a", max_reaps=0))
+    engine.claim_one()
+    assert expire(engine) == 1
+    assert engine.task_run(run_id, "a").state == "failed"
+
+
+def test_the_delay_doubles_up_to_five_minutes(engine: Engine) -> None:
+    run_id = engine.start(task("a", max_reaps=100))
+    delays = []
+    for _ in range(10):
+        engine.claim_one()
+        expire(engine)
+        delays.append(waits(engine, run_id))
+        engine.advance("5 minutes")
+    assert delays == [0, 5, 10, 20, 40, 80, 160, 300, 300, 300]
+
+
+@pytest.mark.parametrize("answer", ["failed", "timed out"])
+def test_an_answer_starts_the_count_anew(engine: Engine, answer: str) -> None:
+    run_id = engine.start(task("a", retry={"max_attempts": 2, "delay": 0}, time_limit=40))
+    for _ in range(2):
+        engine.claim_one()
+        expire(engine, "35 s")
+        engine.advance("5 s")
+    claim = engine.claim_one()
+    assert engine.task_run(run_id, "a").reaps == 2
+    if answer == "failed":
+        engine.finish(claim, "failed")
+    else:
+        expire(engine, "40 s")
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.attempt, row.reaps) == ("pending", 2, 0)
+
+
+@pytest.mark.parametrize("reason", ["unstarted", "shutdown"])
+def test_an_orderly_release_is_not_counted(engine: Engine, reason: str) -> None:
+    run_id = engine.start(task("a"))
+    for token in range(1, 10):
+        claim = engine.claim_one()
+        assert (claim.fencing_token, release(engine, claim, reason)) == (token, "released")
+        assert (engine.task_run(run_id, "a").reaps, waits(engine, run_id)) == (0, 0)
+    assert not recorded(engine)
+
+
+# A handler that no worker knows
+
+
+def test_an_unknown_handler_is_asked_for_again_and_again_then_fails_by_name(engine: Engine) -> None:
+    run_id = engine.start(task("a", handler="new", retry={"max_attempts": 9}, max_reaps=0))
+    delays = []
+    while release(engine, engine.claim_one(), "unknown_handler") == "released":
+        delays.append(waits(engine, run_id))
+        engine.advance(f"{delays[-1]} s")
+    assert delays[0] == 1
+    assert delays == sorted(delays)
+    assert delays[-1] == 60
+    assert 15 * 60 <= sum(delays) < 16 * 60
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.reaps) == ("failed", 0)
+    assert row.error == "no worker knew the handler 'new' for 15 minutes"
+
+
+def test_once_a_worker_knew_the_handler_the_minutes_start_anew(engine: Engine) -> None:
+    engine.start(task("a"))
+    release(engine, engine.claim_one(), "unknown_handler")
+    engine.advance("1 s")
+    known = engine.claim_one()
+    engine.rows("select flowforge.renew_leases(array[%s], array[%s], '1 h')", *known[2:5:2])
+    engine.advance("20 minutes")
+    assert release(engine, known, "shutdown") == "released"
+    assert release(engine, engine.claim_one(), "unknown_handler") == "released"
+
+
+# Time limits
+
+
+def test_past_the_time_limit_the_attempt_has_timed_out(engine: Engine) -> None:
+    run_id = engine.start(task("a", time_limit=40, retry={"max_attempts": 2, "delay": 3, "jitter": 0}))
+    first = engine.claim_one()
+    assert expire(engine, "40 s") == 1
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.attempt, row.failures, row.dispatch_id) == ("pending", 2, 1, None)
+    assert (row.error, waits(engine, run_id)) == ("time limit of 40 s exceeded", 3)
+    assert engine.finish(first) == "fenced"
+    engine.advance("3 s")
+    engine.schedule()
+    assert engine.claim_one().dispatch_id != first.dispatch_id
+    assert expire(engine, "40 s") == 1
+    assert engine.task_run(run_id, "a").state == "failed"
+    assert recorded(engine) == [(1, "timed_out", False), (2, "timed_out", False)]
+
+
+# The reaper
+
+
+def test_only_expired_leases_are_taken_and_no_more_than_asked(engine: Engine) -> None:
+    engine.start(*(task(name) for name in "abcd"))
+    claims = engine.claim_next(3)
+    engine.advance("30 s")
+    engine.rows("select flowforge.renew_leases(array[%s], array[1], '1 min')", claims[0].task_run_id)
+    engine.rows("update flowforge.scheduler set reaper_ticked_at = flowforge._clock()")
+    assert engine.call("reap_expired_leases", 1) == 1
+    assert engine.call("reap_expired_leases", 1) == 1
+    with engine.changes_nothing():
+        assert engine.call("reap_expired_leases", 1) == 0
+
+
+def test_a_lease_that_has_not_run_out_is_left_alone(engine: Engine) -> None:
+    engine.start(task("a"))
+    engine.claim_one()
+    assert (expire(engine, "29.999 s"), expire(engine, "0.001 s")) == (0, 1)
+
+
+def test_expiry_depends_on_the_task_run_alone(engine: Engine) -> None:
+    """HD-17: neither the loss of the presence of a worker nor a new one of the same name hides it."""
+    engine.start(task("a"))
+    engine.rows("select flowforge.announce_worker('worker', '{default}', 1)")
+    engine.claim_one()
+    engine.rows("select flowforge.announce_worker('worker', '{default}', 0)")
+    engine.rows("select flowforge.announce_worker('worker', '{default}', 5)")
+    assert expire(engine) == 1
+
+
+def test_a_task_run_that_has_just_finished_is_not_taken(engine: Engine) -> None:
+    """HD-18."""
+    run_id = engine.start(task("a"))
+    claim = engine.claim_one()
+    engine.advance("31 s")
+    engine.finish(claim)
+    assert engine.reap() == 0
+    assert engine.task_run(run_id, "a").state == "succeeded"
+
+
+def test_a_row_locked_by_its_finish_is_passed_over(db: Database, committing: Engine) -> None:
+    """HD-18: the reaper neither waits for the finish nor judges by what it saw before."""
+    run_id = committing.start(task("a"))
+    claim = committing.claim_one()
+    committing.advance("31 s")
+    with db.connect(autocommit=False) as worker:
+        finish = "select flowforge.finish_task_run(%s, %s, 'succeeded')"
+        assert worker.execute(finish, (claim.task_run_id, claim.fencing_token)).fetchone() == ("accepted",)
+        assert committing.reap() == 0
+        worker.commit()
+    assert committing.reap() == 0
+    assert committing.task_run(run_id, "a").state == "succeeded"
+
+
+def test_after_a_gap_every_lease_gets_its_own_length_anew_once(engine: Engine) -> None:
+    run_id = engine.start(task("a", lease=20), task("b", lease=60), task("c", lease=20, time_limit=25))
+    assert engine.call("reap_expired_leases") == 0  # the first tick of all is no gap
+    claims = engine.claim_next()
+    engine.advance("10.001 s")
+    assert engine.call("reap_expired_leases") == 0
+
+    def left() -> list[float]:
+        now = engine.value("select flowforge._clock()")
+        rows = [engine.task_run(run_id, claim.task) for claim in claims]
+        return [(row.lease_expires_at - now).total_seconds() for row in rows]
+
+    assert left() == [20, 60, 14.999]  # not past a time limit
+    engine.advance("5 minutes")
+    # What ran out during the gap gets one full lease, but for a time limit that has passed.
+    assert engine.call("reap_expired_leases") == 1
+    assert engine.task_run(run_id, "c").state == "failed"
+    claims = [claim for claim in claims if claim.task != "c"]
+    assert left() == [20, 60]
+    for _ in range(2):
+        engine.advance("10 s")
+        engine.call("reap_expired_leases")
+    assert (engine.task_run(run_id, "a").state, engine.task_run(run_id, "b").state) == ("ready", "running")
+
+
+# Stale callers and wrong arguments
+
+
+def test_a_stale_release_changes_nothing(engine: Engine) -> None:
+    engine.start(task("a", retry={"max_attempts": 2, "delay": 0}), task("b"))
+    claims = engine.claim_next()
+    for reason in ("unstarted", "shutdown", "crashed", "unknown_handler"):
+        with engine.changes_nothing():
+            assert engine.call("release_task_run", claims[0].task_run_id, 2, reason) == "fenced"
+            assert engine.call("release_task_run", -1, 1, reason) == "fenced"
+    engine.finish(claims[0], "failed")
+    release(engine, claims[1], "shutdown")
+    with engine.changes_nothing():
+        assert [release(engine, claim, "crashed") for claim in claims] == ["fenced", "fenced"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(None, 1, "shutdown"), (1, None, "shutdown"), (1, 1, None), (1, 1, "bored"), (1, 1, "Shutdown")],
+)
+def test_wrong_arguments_are_refused(engine: Engine, arguments: tuple[Any, ...]) -> None:
+    engine.start(task("a"))
+    engine.work(failing("a"))
+    with engine.refuses("WF001"):
+        engine.call("release_task_run", *arguments)
