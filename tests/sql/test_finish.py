@@ -242,7 +242,7 @@ def test_an_empty_batch(engine: Engine) -> None:
     assert engine.table("finish_task_runs", [], [], [], [], [], []) == []
 
 
-# Back-off (HD-30)
+# How the back-off spreads and grows: HD-30
 
 
 def test_five_hundred_failures_do_not_come_back_together(engine: Engine) -> None:
