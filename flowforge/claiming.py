@@ -30,7 +30,7 @@ from flowforge.finishing import Finisher
 from flowforge.leases import LeaseKeeper
 from flowforge.listen import Waker
 from flowforge.runner import crash_point
-from flowforge.session import Session, Unanswered
+from flowforge.session import Session, Unanswered, brief
 
 _log = log.of("worker")
 
@@ -172,7 +172,7 @@ class QueueClaimer(Claimer):
         except (psycopg.Error, Unanswered) as exc:
             self.parts.executor.give_back(slots)
             if isinstance(exc, psycopg.Error):
-                _log.warning("claim refused; trying again", error=str(exc).strip())
+                _log.warning("claim refused; trying again", error=brief(exc))
                 self._given_up.wait(self.session.pause())
             return
         self.parts.executor.give_back(slots - len(found))

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import psycopg
-from psycopg.pq import TransactionStatus
 
 from flowforge import db
 from flowforge.config import Config
@@ -210,10 +209,9 @@ class Context:
         _refuse_event_loop()
         execution = self._execution
         with self._connected() as connection:
-            tx = Transaction(connection)
             try:
                 with connection.transaction():
-                    self._begin(connection)
+                    tx = Transaction(connection, self._begin(connection))
                     yield tx
                     tx._finish(execution)
                     execution.committing = True
@@ -266,14 +264,16 @@ class Context:
                     raise
                 time.sleep(backoff.next())
 
-    def _begin(self, connection: db.Connection) -> None:
+    def _begin(self, connection: db.Connection) -> str:
+        """The first statements of the transaction; its id."""
         left = self.time_left()
         idle = IDLE_LIMIT if left is None else left
         connection.execute(_SETTINGS, [_milliseconds(idle), None if left is None else _milliseconds(left)])
         try:
-            connection.execute(
-                "select flowforge.assert_lease(%s, %s)", [self.task_run_id, self.fencing_token]
-            )
+            [transaction_id, _] = connection.execute(
+                "select pg_current_xact_id()::text, flowforge.assert_lease(%s, %s)",
+                [self.task_run_id, self.fencing_token],
+            ).fetchone() or ("", None)
         except psycopg.Error as exc:
             if exc.sqlstate != "WF006":
                 raise
@@ -281,13 +281,15 @@ class Context:
             self._keeper.forget([self._execution])
             self._execution.raise_if_not_owner()
             raise Cancelled(StopReason.LOST.value) from exc
+        return str(transaction_id)
 
 
 class Transaction:
     """The open transaction of a handler. What it does takes effect together with the end of the task run, or
     not at all."""
 
-    def __init__(self, connection: db.Connection) -> None:
+    def __init__(self, connection: db.Connection, transaction_id: str) -> None:
+        self._transaction_id = transaction_id
         self.connection = connection
         """psycopg's connection, for all that `execute` does not do; committing and rolling back are
         refused."""
@@ -309,25 +311,23 @@ class Transaction:
 
     def _finish(self, execution: Execution) -> None:
         claim = execution.claim
-        if self.connection.info.transaction_status == TransactionStatus.IDLE:
-            # A finish of its own would make a success of side effects that may not be there.
-            raise RuntimeError("the transaction was ended inside its block")
         try:
-            [answer] = self.connection.execute(
-                "select flowforge.finish_task_run(%s, %s, 'succeeded', %s::jsonb)",
-                [claim.task_run_id, claim.fencing_token, self._output],
-            ).fetchone() or [None]
+            answer = self.connection.execute(
+                """
+                select flowforge.finish_task_run(%s, %s, 'succeeded', %s::jsonb)
+                where pg_current_xact_id()::text = %s
+                """,
+                [claim.task_run_id, claim.fencing_token, self._output, self._transaction_id],
+            ).fetchone()
         except psycopg.Error as exc:
             if exc.sqlstate is not None and (
                 exc.sqlstate.startswith(("22", "54")) or exc.sqlstate == "WF005"
             ):
                 raise NotStorable(f"not storable: {exc.diag.message_primary}") from exc
             raise
-        if answer != "accepted":
-            # The lease was asserted and the row is locked, so this is a transaction ended and begun again.
-            raise RuntimeError(
-                f"the transaction was ended inside its block: finishing the task run answered {answer}"
-            )
+        if answer != ("accepted",):
+            # In another transaction it would make a success of side effects that may not be there.
+            raise RuntimeError("the handler has ended the transaction of ctx.transaction() inside its block")
 
 
 def _refuse_event_loop() -> None:

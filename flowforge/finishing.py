@@ -21,7 +21,7 @@ from flowforge.db import is_transient
 from flowforge.execution import Execution, Finish, Release, Report, storable
 from flowforge.leases import LeaseKeeper
 from flowforge.runner import crash_point
-from flowforge.session import Session, Unanswered
+from flowforge.session import Session, Unanswered, brief
 
 _log = log.of("worker")
 
@@ -175,7 +175,7 @@ class Finisher:
         else:
             # A lock held for long, a missing privilege, an error inside the function. The lease is renewed
             # meanwhile.
-            _log.warning("finish refused; trying again", error=str(exc).strip(), **_keys(each.execution))
+            _log.warning("finish refused; trying again", error=brief(exc), **_keys(each.execution))
             if not self._given_up.wait(min(self._session.pause(), 1.0)):
                 self._queue.put(each._replace(alone=True))
 
@@ -189,7 +189,7 @@ class Finisher:
                     return
             except psycopg.Error as exc:
                 # The lease runs out by itself and the reaper does the rest.
-                _log.error("release refused", error=str(exc).strip(), **_keys(each.execution))
+                _log.error("release refused", error=brief(exc), **_keys(each.execution))
                 break
             else:
                 self._counts[f"{answer}_{reason}"] += 1

@@ -15,7 +15,7 @@ import psycopg
 
 from flowforge import log
 from flowforge.execution import Execution, StopReason
-from flowforge.session import Session, Unanswered
+from flowforge.session import Session, Unanswered, brief
 
 _log = log.of("worker")
 
@@ -160,15 +160,13 @@ class LeaseKeeper:
             if due:
                 self._apply(due, now, self._ask(due))
         except psycopg.Error as exc:
-            _log.warning("renewal refused; repeating one by one", count=len(due), error=str(exc).strip())
+            _log.warning("renewal refused; repeating one by one", count=len(due), error=brief(exc))
             for each in due:
                 try:
                     self._apply([each], now, self._ask([each]))
                 except psycopg.Error as each_exc:
                     each.renewed_at = now
-                    _log.error(
-                        "renewal refused", task_run=each.claim.task_run_id, error=str(each_exc).strip()
-                    )
+                    _log.error("renewal refused", task_run=each.claim.task_run_id, error=brief(each_exc))
         with self._changed:
             self._next_renewal = min(
                 (each.renewed_at + each.claim.lease / 3 for each in self._held if not each.finished),
@@ -222,11 +220,11 @@ class LeaseKeeper:
         try:
             self._session.call(_PROGRESS, [list(column) for column in zip(*reports, strict=True)])
         except psycopg.Error as exc:
-            _log.warning("progress not recorded", count=len(reports), error=str(exc).strip())
+            _log.warning("progress not recorded", count=len(reports), error=brief(exc))
 
     def _announce(self, capacity: int) -> None:
         try:
             self._session.call(_ANNOUNCE, [self._worker, self._queues, capacity])
         except psycopg.Error as exc:
             # Presence only sizes the window; work goes on without it.
-            _log.warning("presence not announced", error=str(exc).strip())
+            _log.warning("presence not announced", error=brief(exc))

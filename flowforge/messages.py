@@ -22,7 +22,7 @@ from flowforge.broker import ConsumeChannel, Delivery
 from flowforge.claim import CLAIM_TASK_RUNS
 from flowforge.claiming import Claimer, Parts
 from flowforge.runner import crash_point
-from flowforge.session import Unanswered
+from flowforge.session import Unanswered, brief
 
 _log = log.of("worker")
 
@@ -151,7 +151,7 @@ class MessageClaimer(Claimer):
         return True
 
     def _refused(self, message: _Message, exc: psycopg.Error) -> bool:
-        keys = {"task_run": message.task_run_id, "error": str(exc).strip()}
+        keys = {"task_run": message.task_run_id, "error": brief(exc)}
         if not db.is_transient(exc) and (exc.sqlstate or "")[:2] in ("WF", "22"):
             self.channel.reject([message.delivery])
             self.parts.executor.give_back(1)

@@ -66,10 +66,10 @@ class Session:
             self.close()
             if self.healthy:
                 _log.warning(
-                    "database connection lost; trying again", connection=self._purpose, error=_brief(exc)
+                    "database connection lost; trying again", connection=self._purpose, error=brief(exc)
                 )
             self.lost_since_answer += 1
-            raise Unanswered(_brief(exc)) from exc
+            raise Unanswered(brief(exc)) from exc
         if not self.healthy:
             _log.info("database answers again", connection=self._purpose)
             self.lost_since_answer = 0
@@ -117,5 +117,6 @@ class Session:
         return db.connection_useless(self._conn, exc)
 
 
-def _brief(exc: BaseException) -> str:
+def brief(exc: BaseException) -> str:
+    """The first line of what `exc` says."""
     return str(exc).strip().partition("\n")[0] or type(exc).__name__

@@ -1,0 +1,439 @@
+"""What a handler is given: values, progress, and a transaction that ends the task run together with its side
+effects."""
+
+import asyncio
+import threading
+from typing import Any
+
+import psycopg
+import pytest
+
+from flowforge.context import Context
+from flowforge.definition import Retry, Workflow
+from flowforge.errors import Cancelled, DatabaseUnavailable, NotStorable
+from tests.python.workbench import Bench, Gate, LossyProxy
+from tests.services.process import wait_until
+
+
+@pytest.fixture
+def bench(bench: Bench) -> Bench:
+    """With a table for side effects."""
+    bench.execute("create table public.effect (task_run_id bigint, what text)")
+    return bench
+
+
+def effects(bench: Bench) -> list[str]:
+    return [what for (what,) in bench.all("select what from public.effect order by what")]
+
+
+def write(tx: Any, ctx: Context, what: str) -> None:
+    tx.execute("insert into public.effect values (%s, %s)", [ctx.task_run_id, what])
+
+
+def test_a_handler_sees_its_task_run_and_what_came_before(bench: Bench) -> None:
+    workflow = Workflow("shop")
+    seen: dict[str, Any] = {}
+
+    @workflow.task
+    def numbers(ctx: Context) -> list[int]:
+        return [10, 20]
+
+    @workflow.task(retry=Retry(max_attempts=1))
+    def broken(ctx: Context) -> None:
+        raise ValueError
+
+    @workflow.task(after=[numbers, broken], when="all_done")
+    def both(ctx: Context) -> None:
+        seen["both"] = (ctx.input, dict(ctx.upstream), dict(ctx.upstream_states), ctx.item, ctx.map_index)
+        seen["ids"] = (ctx.run_id, ctx.task_run_id, ctx.workflow, ctx.task, ctx.attempt, ctx.fencing_token)
+        seen["dispatch"] = ctx.dispatch_id
+        seen["time"] = (ctx.deadline, ctx.time_left(), ctx.cancelled)
+        ctx.check_cancelled()
+
+    @workflow.task(map=numbers)
+    def each(ctx: Context) -> Any:
+        return [ctx.map_index, ctx.item]
+
+    @workflow.task(time_limit=1000)
+    def limited(ctx: Context) -> float | None:
+        assert ctx.deadline is not None
+        return ctx.time_left()
+
+    bench.define(workflow)
+    run = bench.trigger(workflow, {"customer": 7})
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["failed"]
+    task = bench.task(run, "both")
+    assert seen["both"] == (
+        {"customer": 7}, {"numbers": [10, 20]}, {"numbers": "succeeded", "broken": "failed"}, None, None,
+    )  # fmt: skip
+    assert seen["ids"] == (run, task["task_run_id"], "shop", "both", 1, 1)
+    assert str(seen["dispatch"]) == task["dispatch_id"]
+    assert seen["time"] == (None, None, False)
+    assert bench.task(run, "each")["output"] == [[0, 10], [1, 20]]
+    assert 990 < bench.task(run, "limited")["output"] <= 1000
+
+
+def test_input_that_python_cannot_hold_fails_its_own_task_only(bench: Bench) -> None:
+    """PostgreSQL keeps a number of 5,000 digits, which Python refuses to read: it must not break the
+    claim."""
+    workflow = Workflow("w")
+
+    @workflow.task
+    def echo(ctx: Context) -> Any:
+        return ctx.input
+
+    bench.define(workflow)
+    bad = bench.one("select flowforge.trigger('w', %s::jsonb)", "9" * 5000)
+    good = bench.trigger(workflow, 1)
+    with bench.worker(workflow):
+        assert bench.wait_run(bad, good) == ["failed", "succeeded"]
+    assert bench.task(bad, "echo")["error"].startswith("ValueError: ")
+
+
+# -- the transaction
+
+
+def test_side_effects_and_the_finish_are_one_commit(bench: Bench) -> None:
+    workflow = Workflow("w")
+    gate = Gate()
+
+    @workflow.task
+    def pay(ctx: Context) -> str:
+        with ctx.transaction() as tx:
+            write(tx, ctx, "paid")
+            tx.finish({"paid": True})
+            write(tx, ctx, "noted")
+            gate.wait()
+        return "does not count"
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow) as worker:
+        gate.await_arrivals()
+        assert effects(bench) == []
+        assert bench.task(run, "pay")["state"] == "running"
+        gate.open()
+        assert bench.wait_run(run) == ["succeeded"]
+        assert bench.task(run, "pay")["output"] == {"paid": True}
+        assert effects(bench) == ["noted", "paid"]
+    # No second finish was sent.
+    assert dict(worker.counts) == {"claimed": 1, "finished_in_transaction": 1}
+
+
+def test_a_transaction_without_finish_ends_the_task_run_all_the_same(bench: Bench) -> None:
+    """Side effects without the finish could be made again by the next attempt."""
+    workflow = Workflow("w")
+
+    @workflow.task
+    def pay(ctx: Context) -> None:
+        with ctx.transaction() as tx:
+            write(tx, ctx, "paid")
+        raise ValueError("too late to matter")
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert bench.task(run, "pay")["output"] is None
+    assert effects(bench) == ["paid"]
+
+
+def test_an_exception_in_the_block_takes_everything_back(bench: Bench) -> None:
+    workflow = Workflow("w")
+
+    @workflow.task(retry=Retry(max_attempts=2, delay=0))
+    def pay(ctx: Context) -> None:
+        with ctx.transaction() as tx:
+            write(tx, ctx, f"paid {ctx.attempt}")
+            tx.finish()
+            if ctx.attempt == 1:
+                raise ValueError("no")
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert effects(bench) == ["paid 2"]
+
+
+def test_a_failed_block_may_be_tried_again_and_a_committed_one_not(bench: Bench) -> None:
+    workflow = Workflow("w")
+    caught: list[BaseException] = []
+
+    @workflow.task
+    def pay(ctx: Context) -> None:
+        try:
+            with ctx.transaction() as tx:
+                tx.execute("select 1/0")
+        except psycopg.errors.DivisionByZero as exc:
+            caught.append(exc)
+        with ctx.transaction() as tx:
+            write(tx, ctx, "paid")
+            try:
+                with ctx.transaction():
+                    pass
+            except RuntimeError as exc:
+                caught.append(exc)
+        try:
+            with ctx.transaction() as tx:
+                write(tx, ctx, "paid again")
+        except RuntimeError as exc:
+            caught.append(exc)
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert effects(bench) == ["paid"]
+    assert len(caught) == 3
+
+
+@pytest.mark.parametrize("end", ["rollback", "commit", "rollback; begin", "method"])
+def test_the_handler_cannot_end_the_transaction_itself(bench: Bench, end: str) -> None:
+    """A finish in another transaction would make a success of side effects that are not there."""
+    workflow = Workflow("w")
+
+    @workflow.task
+    def pay(ctx: Context) -> None:
+        with ctx.transaction() as tx:
+            if end == "method":
+                tx.connection.commit()
+            for statement in end.split("; "):
+                tx.execute(statement)
+            tx.finish("paid")
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["failed"]
+
+
+def test_an_output_that_cannot_be_stored_takes_the_side_effects_back_for_good(bench: Bench) -> None:
+    workflow = Workflow("w")
+    caught: list[str] = []
+
+    @workflow.task(retry=Retry(max_attempts=3, delay=0))
+    def pay(ctx: Context) -> None:
+        with ctx.transaction() as tx:
+            write(tx, ctx, "paid")
+            try:
+                tx.finish({1, 2})
+            except NotStorable as exc:
+                caught.append(str(exc))
+            tx.finish("x" * 10_000)
+
+    bench.define(workflow)
+    bench.execute("select flowforge.set_limit('max_payload_bytes', 1024)")
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["failed"]
+    task = bench.task(run, "pay")
+    assert task["error"].startswith("result not storable: ")
+    assert task["attempt"] == 1
+    assert len(caught) == 1
+    assert effects(bench) == []
+
+
+def test_a_lost_lease_stops_the_transaction_before_its_first_statement(bench: Bench) -> None:
+    workflow = Workflow("w")
+    gate = Gate()
+    caught: list[BaseException] = []
+
+    @workflow.task
+    def pay(ctx: Context) -> None:
+        if ctx.fencing_token == 1:
+            gate.wait()
+            try:
+                with ctx.transaction() as tx:
+                    write(tx, ctx, "paid under token 1")
+            except Cancelled as exc:
+                caught.append(exc)
+                raise
+        with ctx.transaction() as tx:
+            write(tx, ctx, f"paid under token {ctx.fencing_token}")
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow) as worker:
+        gate.await_arrivals()
+        task = bench.task(run, "pay")
+        # As after a reap: another execution has the task run now.
+        bench.execute("select flowforge.release_task_run(%s, 1, 'crashed')", task["task_run_id"])
+        assert bench.wait_run(run) == ["succeeded"]
+        gate.open()
+        wait_until(lambda: worker.counts["not_sent"] == 1, "the end of the first execution")
+    assert effects(bench) == ["paid under token 2"]
+    assert len(caught) == 1
+    assert bench.task(run, "pay")["fencing_token"] == 2
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_unknown_outcome_of_the_commit_makes_neither_a_double_nor_a_hollow_success(
+    bench: Bench, proxy: LossyProxy, committed: bool
+) -> None:
+    """The connection goes away during COMMIT, before or after the server did it. The handler swallows the
+    error and returns: that must not become a finish of its own."""
+    workflow = Workflow("w")
+    caught: list[BaseException] = []
+    attempts: list[int] = []
+
+    @workflow.task
+    def pay(ctx: Context) -> str:
+        attempts.append(ctx.attempt)
+        try:
+            with ctx.transaction() as tx:
+                write(tx, ctx, "paid")
+                tx.finish("in the transaction")
+                if len(attempts) == 1:
+                    proxy.lose("COMMIT", sent=committed)
+        except DatabaseUnavailable as exc:
+            caught.append(exc)
+        return "on its own"
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow, database_url=proxy.dsn) as worker:
+        assert bench.wait_run(run) == ["succeeded"]
+    assert proxy.lost == 1
+    assert len(caught) == 1
+    assert effects(bench) == ["paid"]
+    assert bench.task(run, "pay")["output"] == "in the transaction"
+    # The same attempt: what the network did costs none of the budget.
+    assert attempts == ([1] if committed else [1, 1])
+    assert worker.counts["fenced_crashed" if committed else "released_crashed"] == 1
+
+
+def test_time_limit_cuts_the_open_transaction(bench: Bench) -> None:
+    """The row's lock must go with it, or the failure could not be recorded."""
+    workflow = Workflow("w")
+    ended: list[BaseException] = []
+
+    @workflow.task(time_limit=1)
+    def slow(ctx: Context) -> None:
+        try:
+            with ctx.transaction() as tx:
+                write(tx, ctx, "paid")
+                tx.execute("select pg_sleep(600)")
+        except BaseException as exc:
+            ended.append(exc)
+            raise
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["failed"]
+    assert bench.task(run, "slow")["error"] == "time limit of 1 s exceeded"
+    assert len(ended) == 1
+    assert effects(bench) == []
+
+
+def test_the_server_ends_a_transaction_whose_worker_is_gone(bench: Bench) -> None:
+    """Time-outs that the server itself keeps, bounded by the time limit."""
+    workflow = Workflow("w")
+    names = ("idle_in_transaction_session_timeout", "statement_timeout")
+
+    def settings(ctx: Context) -> dict[str, int]:
+        with ctx.transaction() as tx:
+            rows = tx.execute(
+                "select name, setting::int from pg_settings where name = any (%s)", [list(names)]
+            ).fetchall()
+            level = tx.execute("show transaction_isolation").fetchone()
+            tx.finish([*rows, *(level or ())])
+        return {}
+
+    workflow.task(name="free")(settings)
+    workflow.task(name="bound", time_limit=100)(settings)
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
+    free, bound = (dict(bench.task(run, name)["output"][:2]) for name in ("free", "bound"))
+    assert free == {"idle_in_transaction_session_timeout": 300_000, "statement_timeout": 0}
+    assert all(90_000 < bound[name] <= 100_000 for name in names)
+    assert bench.task(run, "free")["output"][2] == "read committed"
+
+
+def test_the_event_loop_is_not_to_be_blocked(bench: Bench) -> None:
+    workflow = Workflow("w")
+    caught: list[str] = []
+
+    @workflow.task
+    async def pay(ctx: Context) -> None:
+        try:
+            with ctx.transaction():
+                pass
+        except RuntimeError as exc:
+            caught.append(str(exc))
+
+        def block() -> None:
+            with ctx.transaction() as tx:
+                write(tx, ctx, "paid")
+                tx.finish("yes")
+
+        await asyncio.to_thread(block)
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert "asyncio.to_thread" in caught[0]
+    assert bench.task(run, "pay")["output"] == "yes"
+    assert effects(bench) == ["paid"]
+
+
+# -- progress
+
+
+def test_progress_is_coalesced_and_the_last_one_counts(bench: Bench) -> None:
+    workflow = Workflow("w")
+    gate = Gate()
+
+    @workflow.task
+    def work(ctx: Context) -> None:
+        for step in range(5000):
+            ctx.progress(step / 5000, f"step {step}")
+        ctx.progress(1, "done\0" + "!" * 5000)
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            ctx.progress(1.5)
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            ctx.progress(float("nan"))
+        gate.wait()
+
+    bench.execute(
+        """
+        create sequence public.reports;
+        create function public.count_report() returns trigger language plpgsql security definer as
+            $$ begin perform nextval('public.reports'); return new; end $$;
+        create trigger count_report before insert or update on flowforge.progress
+            for each row execute function public.count_report();
+        """
+    )
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        gate.await_arrivals()
+        wait_until(lambda: bench.all("select 1 from flowforge.progress where fraction = 1") != [], "progress")
+        gate.open()
+        bench.wait_run(run)
+    message = bench.one("select message from flowforge.progress")
+    assert message == "done\ufffd" + "!" * 995
+    assert bench.one("select last_value from public.reports") <= 3
+
+
+def test_contexts_work_in_threads_of_the_handler(bench: Bench) -> None:
+    workflow = Workflow("w")
+
+    @workflow.task
+    def work(ctx: Context) -> Any:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(ctx.input))
+        thread.start()
+        thread.join()
+        return found
+
+    bench.define(workflow)
+    run = bench.trigger(workflow, "x")
+    with bench.worker(workflow):
+        bench.wait_run(run)
+    assert bench.task(run, "work")["output"] == ["x"]

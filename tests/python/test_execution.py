@@ -1,0 +1,451 @@
+"""Handlers in slots: whatever they do, exactly one report comes of each, and the slot is free or known to be
+lost."""
+
+import asyncio
+import functools
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowforge.claim import Claim
+from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
+from flowforge.execution import Execution, Finish, Release, Report, StopReason, describe, judge
+from flowforge.executor import Executor
+from tests.python.workbench import Gate
+from tests.services.process import wait_until
+
+
+def an_execution(handler: str = "h", time_limit: float | None = None) -> Execution:
+    claim = Claim(
+        1, uuid.uuid4(), 1, 1, 1, "w", "t", handler, "null", "{}", "{}", None, None, 30.0, time_limit
+    )
+    return Execution(claim, time.monotonic())
+
+
+class Slots:
+    """An executor with what it reported."""
+
+    def __init__(self, slots: int = 2, **handlers: Callable[[Any], Any]) -> None:
+        self.reports: list[tuple[Execution, Report]] = []
+        self.broken: list[str] = []
+        self.executor = Executor(
+            handlers, slots, self._context, lambda *each: self.reports.append(each), self.broken.append
+        )
+
+    def _context(self, execution: Execution) -> SimpleNamespace:
+        return SimpleNamespace(execution=execution, check=execution.raise_if_stopped)
+
+    def start(self, handler: str, time_limit: float | None = None) -> Execution:
+        assert self.executor.reserve(1, timeout=10) == 1
+        execution = an_execution(handler, time_limit)
+        self.executor.start([execution])
+        return execution
+
+    def report(self, execution: Execution) -> Report:
+        def mine() -> list[Report]:
+            return [report for of, report in self.reports if of is execution]
+
+        wait_until(lambda: bool(mine()), "a report")
+        [report] = mine()
+        return report
+
+    def run(self, handler: str, time_limit: float | None = None) -> Report:
+        return self.report(self.start(handler, time_limit))
+
+    def free(self) -> int:
+        count = self.executor.reserve(1000, timeout=0)
+        self.executor.give_back(count)
+        return count
+
+
+@pytest.fixture
+def slots(request: pytest.FixtureRequest) -> Iterator[Callable[..., Slots]]:
+    made: list[Slots] = []
+
+    def make(count: int = 2, **handlers: Callable[[Any], Any]) -> Slots:
+        made.append(Slots(count, **handlers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.executor.close()
+
+
+# -- what a handler's end means
+
+
+def with_stop(reason: StopReason | None, **facts: bool) -> Execution:
+    execution = an_execution(time_limit=5)
+    if reason is not None:
+        execution.stop(reason)
+    for name, value in facts.items():
+        setattr(execution, name, value)
+    return execution
+
+
+@pytest.mark.parametrize(
+    ("stop", "raised", "outcome"),
+    [
+        (None, None, "succeeded"),
+        (None, ValueError("x"), "failed"),
+        # Nobody asked it to: a cancelled outcome outside a cancelled run would be refused.
+        (None, Cancelled("x"), "failed"),
+        (StopReason.CANCEL, None, "succeeded"),
+        (StopReason.CANCEL, Cancelled("x"), "cancelled"),
+        (StopReason.CANCEL, asyncio.CancelledError(), "cancelled"),
+        (StopReason.CANCEL, ValueError("x"), "failed"),
+        # Whatever it returns: it was interrupted somewhere.
+        (StopReason.TIME_LIMIT, None, "failed"),
+        (StopReason.TIME_LIMIT, TimeLimitExceeded(), "failed"),
+        (StopReason.SHUTDOWN, None, "succeeded"),
+    ],
+)
+def test_outcome_follows_from_the_end_and_what_was_asked(
+    stop: StopReason | None, raised: BaseException | None, outcome: str
+) -> None:
+    report = judge(with_stop(stop), 1, raised)
+    assert isinstance(report, Finish)
+    assert report.outcome == outcome
+    assert report.retryable
+
+
+def test_nothing_is_sent_for_a_lost_lease_or_a_finish_in_the_handlers_transaction() -> None:
+    assert judge(with_stop(StopReason.LOST), 1, None) is None
+    assert judge(with_stop(None, finished=True), 1, None) is None
+    assert judge(with_stop(None, finished=True), None, ValueError()) is None
+
+
+def test_an_unknown_commit_is_never_reported_as_a_success() -> None:
+    assert judge(with_stop(None, commit_unknown=True), 1, None) == Release("crashed")
+    assert judge(with_stop(None, commit_unknown=True), None, ValueError()) == Release("crashed")
+
+
+def test_what_stops_at_shutdown_is_given_back() -> None:
+    assert judge(with_stop(StopReason.SHUTDOWN), None, Cancelled()) == Release("shutdown")
+
+
+def test_time_limit_is_named() -> None:
+    report = judge(with_stop(StopReason.TIME_LIMIT), None, TimeLimitExceeded())
+    assert report == Finish("failed", error="time limit of 5 s exceeded")
+
+
+class Hostile(dict[str, Any]):
+    def items(self) -> Any:
+        raise OSError("no items")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a\0b", "\ud800", {"k\0": 1}, float("nan"), float("inf"), b"bytes", {1, 2}, object(), Hostile(a=1)],
+    ids=repr,
+)
+def test_unstorable_result_is_a_permanent_failure(value: object) -> None:
+    report = judge(with_stop(None), value, None)
+    assert isinstance(report, Finish)
+    assert (report.outcome, report.retryable) == ("failed", False)
+    assert report.error is not None
+    assert report.error.startswith("result not storable: ")
+
+
+def test_deep_nesting_is_not_storable() -> None:
+    value: list[Any] = []
+    for _ in range(20_000):
+        value = [value]
+    report = judge(with_stop(None), value, None)
+    assert report == Finish("failed", error="result not storable: nested too deeply", retryable=False)
+
+
+def test_what_json_holds_is_stored_as_it_is() -> None:
+    report = judge(with_stop(None), {"big": 2**70, "text": "\\u0000 ü", "list": [1.5, None, True]}, None)
+    assert report == Finish(
+        "succeeded", output='{"big":1180591620717411303424,"text":"\\\\u0000 ü","list":[1.5,null,true]}'
+    )
+
+
+def test_permanent_errors_are_not_retryable() -> None:
+    for raised in (PermanentError("no use"), NotStorable("not storable: x")):
+        report = judge(with_stop(None), None, raised)
+        assert isinstance(report, Finish)
+        assert not report.retryable
+
+
+def test_error_text_is_storable_bounded_and_shows_where() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise OSError
+
+    def deep(depth: int) -> None:
+        if depth:
+            deep(depth - 1)
+        raise ValueError("a\0b\ud800" + "x" * 100_000)
+
+    with pytest.raises(ValueError) as caught:
+        deep(200)
+    text = describe(caught.value)
+    text.encode()
+    assert "\0" not in text
+    assert len(text) < 7000
+    assert text.startswith("ValueError: a\ufffdb?xxx")
+    assert "in deep" in text
+    assert describe(Mute()).startswith("Mute: ")
+
+
+# -- slots
+
+
+def test_sync_and_async_handlers_share_the_slots(slots: Callable[..., Slots]) -> None:
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> None:
+        await asyncio.to_thread(gate.wait)
+
+    bench = slots(3, thread=lambda _: gate.wait(), coroutine=coroutine)
+    started = [bench.start("thread"), bench.start("coroutine"), bench.start("coroutine")]
+    gate.await_arrivals(3)
+    assert bench.free() == 0
+    gate.open()
+    assert {bench.report(each) for each in started} == {Finish("succeeded")}
+    wait_until(lambda: bench.free() == 3, "free slots")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
+def test_no_exception_of_a_handler_ends_its_thread_or_the_loop(
+    slots: Callable[..., Slots], kind: type[BaseException]
+) -> None:
+    def thread(_ctx: Any) -> None:
+        raise kind("out")
+
+    async def coroutine(_ctx: Any) -> None:
+        raise kind("out")
+
+    async def fine(_ctx: Any) -> str:
+        return "fine"
+
+    bench = slots(1, thread=thread, coroutine=coroutine, good=lambda _: "good", fine=fine)
+    for handler in ("thread", "coroutine"):
+        report = bench.run(handler)
+        assert isinstance(report, Finish)
+        assert report.outcome == "failed"
+        assert (report.error or "").startswith(kind.__name__)
+    assert bench.run("good") == Finish("succeeded", output='"good"')
+    assert bench.run("fine") == Finish("succeeded", output='"fine"')
+    assert bench.broken == []
+
+
+def test_a_task_of_an_async_handler_cannot_end_the_loop(slots: Callable[..., Slots]) -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def coroutine(_ctx: Any) -> str:
+        try:
+            await asyncio.create_task(leave())
+        except SystemExit:
+            return "still here"
+        return "nothing happened"
+
+    bench = slots(1, coroutine=coroutine)
+    assert bench.run("coroutine") == Finish("succeeded", output='"still here"')
+    assert bench.run("coroutine") == Finish("succeeded", output='"still here"')
+
+
+def test_async_function_behind_a_plain_wrapper_is_awaited(slots: Callable[..., Slots]) -> None:
+    async def inner(_ctx: Any) -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    @functools.wraps(inner)
+    def wrapper(ctx: Any) -> Any:
+        return inner(ctx)
+
+    assert slots(1, h=wrapper).run("h") == Finish("succeeded", output="7")
+
+
+def test_told_to_stop_before_it_began_is_given_back_unstarted(slots: Callable[..., Slots]) -> None:
+    ran: list[int] = []
+    gate = Gate()
+    bench = slots(1, h=lambda _: ran.append(1), gate=lambda _: gate.wait())
+    execution = an_execution("h")
+    execution.stop(StopReason.SHUTDOWN)
+    assert bench.executor.reserve(1, timeout=10) == 1
+    bench.executor.start([execution])
+    assert bench.report(execution) == Release("unstarted")
+    assert ran == []
+
+
+def test_a_forked_child_reports_nothing(slots: Callable[..., Slots]) -> None:
+    """A handler that forks: the child leaves with its own exit code, and neither closes nor reports
+    anything."""
+    reader, writer = os.pipe()
+
+    def fork(_ctx: Any) -> int:
+        pid = os.fork()
+        if pid == 0:
+            os.write(writer, b"child")
+            sys.exit(5)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def fork_and_return(_ctx: Any) -> int:
+        pid = os.fork()
+        if pid == 0:
+            return 0
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    bench = slots(1, fork=fork, ret=fork_and_return)
+    assert bench.run("fork") == Finish("succeeded", output="5")
+    assert os.read(reader, 10) == b"child"
+    assert bench.run("ret") == Finish("succeeded", output="0")
+    assert len(bench.reports) == 2
+    os.close(reader)
+    os.close(writer)
+
+
+# -- stopping
+
+
+def test_cancel_reaches_both_kinds(slots: Callable[..., Slots]) -> None:
+    gate = Gate()
+
+    def thread(ctx: Any) -> None:
+        gate.wait(until=ctx.check)
+
+    async def coroutine(_ctx: Any) -> None:
+        gate.arrivals += 1
+        await asyncio.Event().wait()
+
+    bench = slots(2, thread=thread, coroutine=coroutine)
+    started = [bench.start("thread"), bench.start("coroutine")]
+    gate.await_arrivals(2)
+    for execution in started:
+        assert execution.stop(StopReason.CANCEL)
+        report = bench.report(execution)
+        assert isinstance(report, Finish)
+        assert report.outcome == "cancelled"
+
+
+def test_ownership_lost_outweighs_a_cancel_and_not_the_other_way_round() -> None:
+    execution = an_execution()
+    assert execution.stop(StopReason.CANCEL)
+    assert not execution.stop(StopReason.CANCEL)
+    assert execution.stop(StopReason.LOST)
+    assert not execution.stop(StopReason.CANCEL)
+    assert execution.stop_reason is StopReason.LOST
+
+
+def test_time_limit_interrupts_a_busy_thread(slots: Callable[..., Slots]) -> None:
+    def busy(_ctx: Any) -> None:
+        while True:
+            pass
+
+    bench = slots(1, busy=busy, good=lambda _: "good")
+    assert bench.run("busy", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
+    assert bench.run("good") == Finish("succeeded", output='"good"')
+    assert bench.executor.lost == 0
+
+
+def test_time_limit_interrupts_again_what_swallowed_the_first(slots: Callable[..., Slots]) -> None:
+    caught: list[str] = []
+
+    def stubborn(_ctx: Any) -> None:
+        try:
+            while True:
+                pass
+        except TimeLimitExceeded:
+            caught.append("first")
+        while True:
+            pass
+
+    bench = slots(1, h=stubborn)
+    assert bench.run("h", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
+    assert caught == ["first"]
+    wait_until(lambda: bench.free() == 1, "a free slot")
+    assert bench.broken == []
+
+
+def test_time_limit_cancels_a_coroutine(slots: Callable[..., Slots]) -> None:
+    async def forever(_ctx: Any) -> None:
+        await asyncio.Event().wait()
+
+    bench = slots(1, h=forever)
+    assert bench.run("h", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
+    assert bench.free() == 1
+
+
+@pytest.mark.parametrize("kind", ["thread", "coroutine"])
+def test_what_does_not_stop_is_abandoned_with_its_slot(slots: Callable[..., Slots], kind: str) -> None:
+    """Blocked in C, where no exception arrives: reported at once, its slot lost until it ends after all, and
+    the last slot lost is told."""
+    release = threading.Lock()
+    release.acquire()
+
+    def thread(_ctx: Any) -> None:
+        with release:
+            pass
+
+    async def coroutine(ctx: Any) -> None:
+        thread(ctx)
+
+    bench = slots(2, thread=thread, coroutine=coroutine, good=lambda _: "good")
+    first = bench.start(kind, 0.1)
+    assert bench.report(first) == Finish("failed", error="time limit of 0.1 s exceeded")
+    wait_until(lambda: bench.executor.lost == 1, "a lost slot")
+    assert bench.run("good") == Finish("succeeded", output='"good"')
+    assert bench.broken == []
+    second = bench.start("thread", 0.1)
+    bench.report(second)
+    wait_until(lambda: bool(bench.broken), "the news that no slot is left")
+    assert bench.executor.exhausted
+    release.release()
+    wait_until(lambda: bench.free() == 2, "the slots, back")
+    assert bench.executor.lost == 0
+    assert len(bench.reports) == 3
+
+
+def test_an_interrupt_never_strikes_the_next_handler_or_the_thread(slots: Callable[..., Slots]) -> None:
+    """Handlers that end at the very moment of their interrupt: one report each, and the thread lives on."""
+    bench = slots(1, h=lambda _: None)
+    executions: list[Execution] = []
+
+    def hunt() -> None:
+        while not done.is_set():
+            for execution in executions[-2:]:
+                execution.interrupt()
+
+    done = threading.Event()
+    hunter = threading.Thread(target=hunt)
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    hunter.start()
+    try:
+        for _ in range(2000):
+            assert bench.executor.reserve(1, timeout=30) == 1
+            executions.append(an_execution("h"))
+            bench.executor.start([executions[-1]])
+    finally:
+        wait_until(lambda: len(bench.reports) == len(executions), "all reports")
+        done.set()
+        hunter.join()
+        sys.setswitchinterval(switch)
+    struck = [
+        report for _, report in bench.reports if isinstance(report, Finish) and report.outcome == "failed"
+    ]
+    assert len({id(of) for of, _ in bench.reports}) == 2000
+    assert all((report.error or "").startswith("TimeLimitExceeded") for report in struck)
+    assert bench.broken == []
+    wait_until(lambda: bench.free() == 1, "a free slot")
+
+
+def test_an_interrupt_after_the_end_is_not_delivered() -> None:
+    execution = an_execution()
+    assert execution.begin()
+    assert execution.end()
+    execution.interrupt()
+    for _ in range(1000):
+        time.sleep(0)
+    assert not execution.stop(StopReason.LOST)

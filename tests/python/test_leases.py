@@ -1,0 +1,144 @@
+"""Leases that are kept, lost and outlived; cancel and time limits."""
+
+import asyncio
+import threading
+
+from flowforge.context import Context
+from flowforge.definition import Retry, Workflow
+from tests.python.workbench import Bench, Gate, Witness
+from tests.services.process import wait_until
+
+
+def test_a_task_much_longer_than_its_lease_runs_once(bench: Bench) -> None:
+    """The lease is renewed, at a third of its own length and not of the worker's, while the reaper looks
+    on."""
+    witness = Witness(lease=1).closed()
+    bench.define(witness.workflow)
+    run = bench.trigger(witness.workflow)
+    with bench.worker(witness.workflow, lease=600):
+        witness.gate.await_arrivals(1)
+        seen: set[str] = set()
+
+        def moved() -> bool:
+            seen.add(bench.task(run, "task")["lease_expires_at"])
+            return len(seen) > 6
+
+        wait_until(moved, "renewals")
+        witness.gate.open()
+        assert bench.wait_run(run) == ["succeeded"]
+    assert witness.executions == [(bench.task(run, "task")["task_run_id"], 1)]
+    assert bench.all("select * from flowforge.attempt") == []
+
+
+def test_a_short_lease_is_renewed_in_time_among_long_ones(bench: Bench) -> None:
+    long, short = Witness("long", lease=600).closed(), Witness("short", lease=0.6).closed()
+    for each in (long, short):
+        bench.define(each.workflow)
+    runs = [bench.trigger(each.workflow) for each in (long, short)]
+    with bench.worker(long.workflow, short.workflow):
+        long.gate.await_arrivals(1)
+        short.gate.await_arrivals(1)
+        first = bench.task(runs[1], "task")["lease_expires_at"]
+        wait_until(
+            lambda: bench.one("select clock_timestamp() > %s::timestamptz + '2 s'", first), "three leases"
+        )
+        for each in (long, short):
+            each.gate.open()
+        assert bench.wait_run(*runs) == ["succeeded", "succeeded"]
+    assert len(short.executions) == 1
+
+
+def test_a_lost_lease_stops_the_handler_and_its_result_is_not_sent(bench: Bench) -> None:
+    workflow = Workflow("w")
+    gate, stopped = Gate(), []
+
+    @workflow.task(lease=1)
+    def cooperative(ctx: Context) -> str:
+        if ctx.fencing_token == 1:
+            try:
+                gate.wait(until=ctx.check_cancelled)
+            except BaseException as exc:
+                stopped.append(str(exc))
+                raise
+        return f"token {ctx.fencing_token}"
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow) as worker:
+        gate.await_arrivals()
+        task = bench.task(run, "cooperative")
+        bench.execute("select flowforge.release_task_run(%s, 1, 'crashed')", task["task_run_id"])
+        assert bench.wait_run(run) == ["succeeded"]
+        wait_until(lambda: worker.counts["not_sent"] == 1, "the end of the first execution")
+    assert bench.task(run, "cooperative")["output"] == "token 2"
+    assert len(stopped) == 1
+    assert worker.counts["lost"] == 1
+    assert worker.counts["fenced"] == 0
+
+
+def test_a_result_that_comes_too_late_changes_nothing(bench: Bench) -> None:
+    """The handler does not listen, and no renewal has told yet: the finish is fenced."""
+    witness = Witness().closed()
+    witness.result = lambda ctx: f"token {ctx.fencing_token}"
+    bench.define(witness.workflow)
+    run = bench.trigger(witness.workflow)
+    with bench.worker(witness.workflow, lease=600) as worker:
+        witness.gate.await_arrivals(1)
+        task = bench.task(run, "task")["task_run_id"]
+        bench.execute("select flowforge.release_task_run(%s, 1, 'shutdown')", task)
+        witness.gate.await_arrivals(2)
+        witness.gate.open()
+        assert bench.wait_run(run) == ["succeeded"]
+        wait_until(lambda: worker.counts["fenced"] == 1, "the refusal")
+    assert bench.task(run, "task")["output"] == "token 2"
+
+
+def test_cancel_reaches_running_handlers_by_renewal(any_bench: Bench) -> None:
+    """Within a third of the lease: a sync handler that looks, and an async one that does not. A success that
+    still comes is accepted."""
+    workflow = Workflow("w")
+    gate = Gate()
+
+    @workflow.task(lease=1)
+    def looking(ctx: Context) -> None:
+        gate.wait(until=ctx.check_cancelled)
+
+    @workflow.task(lease=1)
+    async def waiting(ctx: Context) -> None:
+        gate.arrivals += 1
+        await asyncio.Event().wait()
+
+    @workflow.task(lease=1)
+    def finishing(ctx: Context) -> str:
+        while not ctx.cancelled:
+            gate.arrivals = max(gate.arrivals, 1)
+            threading.Event().wait(0.01)
+        return "done all the same"
+
+    any_bench.define(workflow)
+    run = any_bench.trigger(workflow)
+    with any_bench.worker(workflow):
+        for name in ("looking", "waiting", "finishing"):
+            any_bench.wait_state(run, name, "running")
+        any_bench.execute("select flowforge.cancel_run(%s, 'enough')", run)
+        assert any_bench.wait_run(run) == ["cancelled"]
+    assert any_bench.task(run, "looking")["state"] == "cancelled"
+    assert any_bench.task(run, "waiting")["state"] == "cancelled"
+    assert any_bench.task(run, "finishing")["state"] == "succeeded"
+
+
+def test_time_limit_is_an_attempt_like_any_other(any_bench: Bench) -> None:
+    workflow = Workflow("w")
+
+    @workflow.task(time_limit=0.5, retry=Retry(max_attempts=2, delay=0))
+    def busy(ctx: Context) -> int:
+        while ctx.attempt == 1:
+            pass
+        return ctx.attempt
+
+    any_bench.define(workflow)
+    run = any_bench.trigger(workflow)
+    with any_bench.worker(workflow):
+        assert any_bench.wait_run(run) == ["succeeded"]
+    assert any_bench.task(run, "busy")["output"] == 2
+    assert any_bench.one("select error from flowforge.attempt") == "time limit of 0.5 s exceeded"

@@ -1,0 +1,365 @@
+"""The worker's guarantees on real servers, over both ways of delivery."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flowforge import runner
+from flowforge.context import Context
+from flowforge.definition import Retry, Workflow
+from flowforge.errors import ConfigError, PermanentError
+from flowforge.session import Session
+from flowforge.worker import Worker, handlers_of
+from tests.python.workbench import Bench, Gate, LossyProxy, RunningWorker, Witness
+from tests.services.process import wait_until
+
+# -- both deliveries
+
+
+def test_every_task_of_a_graph_runs_once(any_bench: Bench) -> None:
+    workflow = Workflow("graph")
+    lock, executions = threading.Lock(), []
+
+    def note(ctx: Context) -> None:
+        with lock:
+            executions.append(ctx.task_run_id)
+
+    @workflow.task
+    def split(ctx: Context) -> list[int]:
+        note(ctx)
+        return list(range(20))
+
+    @workflow.task(map=split)
+    async def square(ctx: Context) -> int:
+        note(ctx)
+        return int(ctx.item) ** 2
+
+    @workflow.task(after=[square])
+    def total(ctx: Context) -> int:
+        note(ctx)
+        return sum(ctx.upstream["square"])
+
+    any_bench.define(workflow)
+    runs = any_bench.trigger_many(workflow, 5)
+    with any_bench.worker(workflow) as one, any_bench.worker(workflow) as two:
+        assert set(any_bench.wait_run(*runs)) == {"succeeded"}
+    assert {any_bench.task(run, "total")["output"] for run in runs} == {2470}
+    assert len(executions) == len(set(executions)) == 5 * 22
+    assert one.counts["claimed"] + two.counts["claimed"] == 5 * 22
+    assert any_bench.violations() == []
+
+
+def test_no_more_is_claimed_than_there_are_slots(any_bench: Bench) -> None:
+    witness = Witness().closed()
+    any_bench.define(witness.workflow)
+    runs = any_bench.trigger_many(witness.workflow, 10)
+    with any_bench.worker(witness.workflow, concurrency=3):
+        witness.gate.await_arrivals(3)
+        wait_until(
+            lambda: any_bench.one("select count(*) from flowforge.task_run where state = 'pending'") == 0,
+            "dispatch",
+        )
+        assert any_bench.one("select count(*) from flowforge.task_run where state = 'running'") == 3
+        witness.gate.open()
+        assert set(any_bench.wait_run(*runs)) == {"succeeded"}
+    assert len(witness.executions) == 10
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["reply lost", "request lost"])
+def test_unknown_outcome_of_a_claim_is_asked_again_whole(
+    any_bench: Bench, proxy: LossyProxy, sent: bool
+) -> None:
+    """The connection goes away during a claim of several. Every task runs exactly once, under its first
+    token: the repetition got the claims of the lost answer back, and nothing waited for a lease to run
+    out."""
+    witness = Witness()
+    any_bench.define(witness.workflow)
+    runs = any_bench.trigger_many(witness.workflow, 8)
+    wait_until(
+        lambda: any_bench.one("select count(*) from flowforge.task_run where state = 'ready'") == 8,
+        "dispatch",
+    )
+    proxy.lose("flowforge.claim_", sent=sent)
+    with any_bench.worker(witness.workflow, database_url=proxy.dsn, concurrency=8, lease=600):
+        assert set(any_bench.wait_run(*runs)) == {"succeeded"}
+    assert proxy.lost == 1
+    assert len(witness.executions) == 8
+    assert {token for _, token in witness.executions} == {1}
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["reply lost", "request lost"])
+def test_unknown_outcome_of_a_finish_is_asked_again(any_bench: Bench, proxy: LossyProxy, sent: bool) -> None:
+    witness = Witness()
+    any_bench.define(witness.workflow)
+    runs = any_bench.trigger_many(witness.workflow, 5)
+    proxy.lose("flowforge.finish_task_runs", sent=sent)
+    with any_bench.worker(witness.workflow, database_url=proxy.dsn, lease=600) as worker:
+        assert set(any_bench.wait_run(*runs)) == {"succeeded"}
+    assert proxy.lost == 1
+    assert len(witness.executions) == 5
+    assert (worker.counts["repeated"] > 0) == sent
+    assert worker.counts["repeated"] + worker.counts["finished_succeeded"] == 5
+
+
+def test_a_database_that_goes_and_comes_back_loses_nothing(any_bench: Bench, proxy: LossyProxy) -> None:
+    """What ends during the gap is recorded after it, if nobody took over."""
+    witness = Witness().closed()
+    any_bench.define(witness.workflow)
+    runs = any_bench.trigger_many(witness.workflow, 6)
+    with any_bench.worker(witness.workflow, database_url=proxy.dsn, concurrency=2, lease=60):
+        witness.gate.await_arrivals(2)
+        with proxy.down():
+            witness.gate.open()
+            assert any_bench.one("select count(*) from flowforge.task_run where state = 'succeeded'") == 0
+        assert set(any_bench.wait_run(*runs)) == {"succeeded"}
+    assert len(witness.executions) == 6
+    assert {token for _, token in witness.executions} == {1}
+
+
+def test_a_failover_to_read_only_and_back(bench: Bench) -> None:
+    witness = Witness().closed()
+    bench.define(witness.workflow)
+    first = bench.trigger(witness.workflow)
+    with bench.worker(witness.workflow):
+        witness.gate.await_arrivals(1)
+        name = bench.one("select current_database()")
+        bench.execute(f'alter database "{name}" set default_transaction_read_only = on')
+        bench.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity "
+            "where datname = current_database() and pid <> pg_backend_pid()"
+        )
+        witness.gate.open()
+        bench.execute(f'alter database "{name}" set default_transaction_read_only = off')
+        second = bench.trigger(witness.workflow)
+        assert bench.wait_run(first, second) == ["succeeded", "succeeded"]
+    assert len(witness.executions) == 2
+
+
+def test_failed_attempts_are_retried_and_permanent_ones_are_not(any_bench: Bench) -> None:
+    workflow = Workflow("w")
+
+    @workflow.task(retry=Retry(max_attempts=3, delay=0))
+    def flaky(ctx: Context) -> int:
+        if ctx.attempt < 3:
+            raise ValueError("not yet")
+        return ctx.attempt
+
+    @workflow.task(retry=Retry(max_attempts=3, delay=0))
+    async def hopeless(ctx: Context) -> None:
+        raise PermanentError("never")
+
+    any_bench.define(workflow)
+    run = any_bench.trigger(workflow)
+    with any_bench.worker(workflow):
+        assert any_bench.wait_run(run) == ["failed"]
+    assert any_bench.task(run, "flaky")["output"] == 3
+    hopeless_run = any_bench.task(run, "hopeless")
+    assert hopeless_run["attempt"] == 1
+    assert hopeless_run["error"].startswith("PermanentError: never")
+
+
+def test_an_unknown_handler_is_given_back_and_found_elsewhere(any_bench: Bench) -> None:
+    """A rolling deploy: the worker without the handler neither fails nor keeps the task."""
+    witness = Witness()
+    any_bench.define(witness.workflow)
+    run = any_bench.trigger(witness.workflow)
+    with any_bench.worker(Witness("other").workflow) as other:
+        wait_until(lambda: other.counts["released_unknown_handler"] > 0, "a release")
+        task = any_bench.task(run, "task")
+        assert task["state"] in ("ready", "running")
+        assert (task["attempt"], task["reaps"]) == (1, 0)
+    with any_bench.worker(witness.workflow):
+        assert any_bench.wait_run(run) == ["succeeded"]
+    assert other.counts["unknown_handler"] >= 1
+
+
+# -- finishing
+
+
+def test_a_refused_result_does_not_harm_its_batch(bench: Bench) -> None:
+    """Results of one batch, one of them larger than the database's limit: that one fails, for good, the
+    others are stored, and no handler runs twice."""
+    witness = Witness(retry=Retry(max_attempts=3, delay=0))
+    gate = Gate()
+
+    def result(ctx: Context) -> str:
+        if ctx.input > 0:
+            gate.wait()
+        return "x" * 5000 if ctx.input == 2 else "fine"
+
+    witness.result = result
+    bench.define(witness.workflow)
+    bench.execute("select flowforge.set_limit('max_payload_bytes', 1024)")
+    with bench.worker(witness.workflow, concurrency=5) as worker:
+        finisher, sizes = worker.worker._finisher, watched(worker)
+        with held(finisher._session) as waiting:
+            # The first result is being sent while the others come in, which therefore go together.
+            runs = bench.trigger_many(witness.workflow, 5)
+            gate.await_arrivals(4)
+            wait_until(waiting.is_set, "the first statement")
+            gate.open()
+            wait_until(lambda: worker.worker._executor.wait_idle(0), "the end of all handlers")
+        assert bench.wait_run(*runs) == ["succeeded", "succeeded", "failed", "succeeded", "succeeded"]
+    assert sizes[:2] == [1, 4]
+    task = bench.task(runs[2], "task")
+    assert task["error"].startswith("result not storable: ")
+    assert task["attempt"] == 1
+    assert len(witness.executions) == 5
+
+
+def watched(worker: RunningWorker) -> list[int]:
+    """Will hold the sizes of the batches of finishes."""
+    session, sizes = worker.worker._finisher._session, []
+    real = session.call
+
+    def call(query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        sizes.append(len(params[0]))
+        return real(query, params, **options)
+
+    session.call = call  # type: ignore[method-assign]
+    return sizes
+
+
+@contextlib.contextmanager
+def held(session: Session) -> Iterator[threading.Event]:
+    """Calls of `session` wait until the end of the block; the event tells that one does."""
+    real, free, waiting = session.call, threading.Event(), threading.Event()
+
+    def call(*arguments: Any, **options: Any) -> list[tuple[Any, ...]]:
+        waiting.set()
+        free.wait()
+        return real(*arguments, **options)
+
+    session.call = call  # type: ignore[method-assign]
+    try:
+        yield waiting
+    finally:
+        session.call = real  # type: ignore[method-assign]
+        free.set()
+
+
+@pytest.mark.parametrize("value", ["a\0b", "\ud800", float("nan"), b"bytes"], ids=repr)
+def test_unstorable_results_end_their_task_at_once(bench: Bench, value: object) -> None:
+    witness = Witness(retry=Retry(max_attempts=3, delay=0))
+    witness.result = lambda _: value
+    bench.define(witness.workflow)
+    run = bench.trigger(witness.workflow)
+    with bench.worker(witness.workflow):
+        assert bench.wait_run(run) == ["failed"]
+    assert bench.task(run, "task")["error"].startswith("result not storable: ")
+    assert len(witness.executions) == 1
+
+
+def test_what_ended_while_a_finish_was_under_way_goes_into_one_statement(bench: Bench) -> None:
+    witness = Witness().closed()
+    bench.define(witness.workflow)
+    runs = bench.trigger_many(witness.workflow, 40)
+    with bench.worker(witness.workflow, concurrency=40) as worker:
+        sizes = watched(worker)
+        witness.gate.await_arrivals(40)
+        with held(worker.worker._finisher._session):
+            witness.gate.open()
+            wait_until(lambda: worker.worker._executor.wait_idle(0), "the end of all handlers")
+        assert set(bench.wait_run(*runs)) == {"succeeded"}
+    assert sum(sizes) == 40
+    assert len(sizes) <= 2
+
+
+# -- delivery by PostgreSQL alone
+
+
+def test_idle_workers_are_woken_by_notify(bench: Bench) -> None:
+    witness = Witness()
+    bench.define(witness.workflow)
+    with bench.worker(witness.workflow, poll_interval=3600):
+        for _ in range(3):
+            assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+
+
+def test_without_notify_the_worker_polls(bench: Bench) -> None:
+    witness = Witness()
+    bench.define(witness.workflow)
+    bench.execute("select flowforge.set_limit('notify', 0)")
+    with bench.worker(witness.workflow):
+        for _ in range(2):
+            assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+
+
+def test_only_the_workers_own_queues_are_served(bench: Bench) -> None:
+    here, there = Witness("here", queue="here"), Witness("there", queue="there")
+    for each in (here, there):
+        bench.define(each.workflow)
+    runs = [bench.trigger(each.workflow) for each in (there, here)]
+    with bench.worker(here.workflow, there.workflow, queues=("here",)):
+        assert bench.wait_run(runs[1]) == ["succeeded"]
+        assert bench.wait_state(runs[0], "task", "ready")
+    assert there.executions == []
+
+
+# -- the process
+
+
+def test_connections_are_three_and_one_more_for_each_open_transaction(any_bench: Bench) -> None:
+    workflow = Workflow("w")
+    gate = Gate()
+
+    @workflow.task
+    def first(ctx: Context) -> None:
+        pass
+
+    @workflow.task(after=[first])
+    def paying(ctx: Context) -> None:
+        with ctx.transaction():
+            gate.wait()
+
+    def connections() -> list[str]:
+        found = any_bench.all(
+            "select application_name from pg_stat_activity "
+            "where datname = current_database() and application_name like 'flowforge worker%%'"
+        )
+        return sorted(name for (name,) in found)
+
+    any_bench.define(workflow)
+    with any_bench.worker(workflow):
+        runs = any_bench.trigger_many(workflow, 2)
+        gate.await_arrivals(2)
+        own = [f"flowforge worker {purpose}" for purpose in ("claim", "finish", "renew")]
+        assert connections() == [*own, *["flowforge worker transaction"] * 2]
+        gate.open()
+        assert any_bench.wait_run(*runs) == ["succeeded", "succeeded"]
+        wait_until(lambda: connections() == own, "three connections")
+    wait_until(lambda: connections() == [], "no connection left")
+
+
+def test_presence_is_announced_and_taken_back(bench: Bench) -> None:
+    witness = Witness()
+    with bench.worker(witness.workflow, concurrency=7, queues=("default", "other")) as worker:
+        wait_until(lambda: bench.all("select 1 from flowforge.worker") != [], "presence")
+        found = bench.all("select name, queues, capacity from flowforge.worker")
+        assert found == [(worker.worker.name, ["default", "other"], 7)]
+    assert bench.all("select * from flowforge.worker") == []
+
+
+def test_each_worker_has_a_name_of_its_own(bench: Bench) -> None:
+    """A worker that comes back on the same host, even with the same pid, is another owner."""
+    names = {Worker({}, bench.config, runner.Stop()).name for _ in range(5)}
+    assert len(names) == 5
+    assert all(f":{os.getpid()}:" in name for name in names)
+
+
+def test_a_handler_name_means_one_function() -> None:
+    one, two = Workflow("one"), Workflow("two")
+    one.task(name="a", handler="shared")(lambda ctx: 1)
+    two.task(name="a", handler="shared")(lambda ctx: 2)
+    with pytest.raises(ConfigError, match="shared"):
+        handlers_of([one, two])
+
+
+def test_start_up_refuses_a_login_without_privileges(bench: Bench) -> None:
+    login = bench.db.create_login()
+    with bench.worker(database_url=login) as worker:
+        assert worker.wait_ended() == runner.EXIT_PRIVILEGE

@@ -1,0 +1,204 @@
+"""What a worker does with RabbitMQ's messages: when it acknowledges, gives back, puts aside."""
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+
+from flowforge import messages
+from flowforge.broker import Message, PublishChannel
+from flowforge.session import Session
+from tests.python.workbench import Bench, LossyProxy, Witness
+from tests.services.database import Database
+from tests.services.process import wait_until
+from tests.services.rabbitmq import Broker, RabbitServer
+
+
+def publish(bench: Bench, *bodies: bytes, message_id: str = "") -> None:
+    channel = PublishChannel(bench.config, "test")
+    channel.start()
+    try:
+        assert channel.wait_ready(30)
+        channel.ensure(["default"])
+        sent = [Message(message_id or str(uuid.uuid4()), "default", "h", body) for body in bodies]
+        for message in sent:
+            [outcome] = channel.publish_batch([message], 10)
+            assert outcome.kind == "confirmed"
+    finally:
+        channel.close()
+
+
+def body_of(bench: Bench, run: int) -> bytes:
+    task = bench.task(run, "task")
+    return json.dumps(
+        {"task_run_id": task["task_run_id"], "dispatch_id": task["dispatch_id"], "handler": "h", "attempt": 1}
+    ).encode()
+
+
+def queued(bench: Bench, rabbit: Broker, queue: str = "default") -> int:
+    prefix = f"{bench.config.namespace}.flowforge"
+    counts = rabbit.counts(f"{prefix}.{queue}")
+    return -1 if counts is None else counts[0]
+
+
+def test_doubled_messages_make_one_execution_and_are_dropped(rabbit_bench: Bench, rabbit: Broker) -> None:
+    """Several deliveries of one dispatch, waiting at the same time: never two in one undecided call, and all
+    are acknowledged."""
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    runs = bench.trigger_many(witness.workflow, 3)
+    wait_until(lambda: queued(bench, rabbit) == 3, "three messages")
+    publish(bench, *[body_of(bench, run) for run in runs for _ in range(3)])
+    wait_until(lambda: queued(bench, rabbit) == 12, "twelve messages")
+    calls: list[list[uuid.UUID]] = []
+    real = Session.call
+
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        if "claim_task_runs" in query:
+            calls.append(params[1])
+        return real(self, query, params, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "call", call)
+        with bench.worker(witness.workflow, concurrency=12) as worker:
+            assert set(bench.wait_run(*runs)) == {"succeeded"}
+            wait_until(lambda: sum(len(each) for each in calls) == 12, "all deliveries decided")
+            wait_until(lambda: queued(bench, rabbit) == 0, "an empty queue")
+    assert all(len(each) == len(set(each)) for each in calls)
+    assert len(witness.executions) == 3
+    assert worker.counts["dropped_running"] + worker.counts["dropped_finished"] == 9
+
+
+def test_unreadable_messages_go_to_the_dead_letters(rabbit_bench: Bench, rabbit: Broker) -> None:
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    good = str(uuid.uuid4())
+    unreadable = [
+        b"", b"not json", b"[]", b"null", b'"text"', b"\xff\xfe", b"{}", b"[" * 100_000,
+        json.dumps({"task_run_id": "1", "dispatch_id": good}).encode(),
+        json.dumps({"task_run_id": True, "dispatch_id": good}).encode(),
+        json.dumps({"task_run_id": 2**63, "dispatch_id": good}).encode(),
+        json.dumps({"task_run_id": 1, "dispatch_id": "x"}).encode(),
+        json.dumps({"task_run_id": 1, "dispatch_id": None}).encode(),
+    ]  # fmt: skip
+    with bench.worker(witness.workflow) as worker:
+        publish(bench, *unreadable)
+        run = bench.trigger(witness.workflow)
+        assert bench.wait_run(run) == ["succeeded"]
+        wait_until(lambda: queued(bench, rabbit, "dead") == len(unreadable), "the dead letters")
+        wait_until(lambda: queued(bench, rabbit) == 0, "an empty queue")
+    assert worker.counts["unreadable"] == len(unreadable)
+
+
+def test_a_message_of_another_database_is_dropped(rabbit_bench: Bench, rabbit: Broker) -> None:
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    with bench.worker(witness.workflow) as worker:
+        publish(bench, json.dumps({"task_run_id": 999, "dispatch_id": str(uuid.uuid4())}).encode())
+        wait_until(lambda: worker.counts["dropped_unknown"] == 1, "the answer unknown")
+        wait_until(lambda: queued(bench, rabbit) == 0, "an empty queue")
+
+
+def test_prefetched_messages_go_back_when_no_slot_comes_free(
+    rabbit_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is busy for long does not keep from others what it has not begun."""
+    monkeypatch.setattr(messages, "PAUSE_AFTER", 0.3)
+    bench, witness = rabbit_bench, Witness().closed()
+    bench.define(witness.workflow)
+    runs = bench.trigger_many(witness.workflow, 3)
+    with bench.worker(witness.workflow, concurrency=1):
+        witness.gate.await_arrivals(1)
+        with bench.worker(witness.workflow, concurrency=2):
+            witness.gate.await_arrivals(3)
+            witness.gate.open()
+            assert set(bench.wait_run(*runs)) == {"succeeded"}
+        # And it takes messages again.
+        assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+    assert len(witness.executions) == 4
+
+
+def test_nothing_is_acknowledged_while_the_database_is_away(
+    rabbit_bench: Bench, rabbit: Broker, proxy: LossyProxy
+) -> None:
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    with bench.worker(witness.workflow, database_url=proxy.dsn) as worker:
+        assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+        with proxy.down():
+            runs = bench.trigger_many(witness.workflow, 6)
+            session = worker.worker._claimer.session
+            wait_until(lambda: session.lost_since_answer > 2, "failed tries")
+            # What it tries to claim is neither acknowledged nor offered to anyone; the rest is back in the
+            # queue.
+            wait_until(lambda: queued(bench, rabbit) >= 2, "messages, back in the queue")
+            assert len(witness.executions) == 1
+        assert set(bench.wait_run(*runs)) == {"succeeded"}
+    assert len(witness.executions) == 7
+
+
+def test_a_claim_that_is_refused_is_told_apart_from_its_batch(rabbit_bench: Bench, rabbit: Broker) -> None:
+    """One message that makes the claim raise, among others: it is put aside, they run."""
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    runs = bench.trigger_many(witness.workflow, 6)
+    wait_until(lambda: queued(bench, rabbit) == 6, "six messages")
+    poison = bench.task(runs[3], "task")["task_run_id"]
+    bench.execute(
+        f"""
+        create function public.refuse() returns trigger language plpgsql as
+            $$ begin raise exception 'poison' using errcode = '22000'; end $$;
+        create trigger refuse before update on flowforge.task_run for each row
+            when (new.task_run_id = {poison} and new.state = 'running') execute function public.refuse();
+        """
+    )
+    with bench.worker(witness.workflow, concurrency=6):
+        assert set(bench.wait_run(*runs[:3], *runs[4:])) == {"succeeded"}
+        wait_until(lambda: queued(bench, rabbit, "dead") == 1, "the dead letter")
+    assert len(witness.executions) == 5
+    assert bench.task(runs[3], "task")["state"] == "ready"
+
+
+def test_a_broken_claiming_function_costs_no_message(rabbit_bench: Bench, rabbit: Broker) -> None:
+    """A privilege taken away by mistake: nothing goes to the dead letters, and all runs once it is back."""
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    login = bench.db.create_login("flowforge_worker")
+    function = "flowforge.claim_task_runs(bigint[], uuid[], text, uuid, interval)"
+    with bench.worker(witness.workflow, database_url=login) as worker:
+        assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+        bench.execute(f"revoke execute on function {function} from flowforge_worker")
+        runs = bench.trigger_many(witness.workflow, 4)
+        executor = worker.worker._executor
+        wait_until(lambda: worker.worker._claimer.session._backoff._tries > 0, "a refusal")
+        bench.execute(f"grant execute on function {function} to flowforge_worker")
+        assert set(bench.wait_run(*runs)) == {"succeeded"}
+        wait_until(lambda: executor.reserve(4, timeout=0) == 4, "all slots free")
+        executor.give_back(4)
+        assert queued(bench, rabbit, "dead") == 0
+
+
+def test_a_broker_restart_while_a_task_runs_repeats_nothing(
+    db: Database, rabbit_server: RabbitServer
+) -> None:
+    """The delivery comes again after the restart, is answered `running`, and dropped."""
+    namespace = f"t{uuid.uuid4().hex[:12]}"
+    bench, witness = Bench(db, rabbit_server.url, namespace), Witness().closed()
+    bench.start()
+    bench.define(witness.workflow)
+    try:
+        run = bench.trigger(witness.workflow)
+        with bench.worker(witness.workflow):
+            witness.gate.await_arrivals(1)
+            rabbit_server.stop_app()
+            rabbit_server.start_app()
+            publish(bench, body_of(bench, run))
+            witness.gate.open()
+            again = bench.trigger(witness.workflow)
+            assert bench.wait_run(run, again) == ["succeeded", "succeeded"]
+        assert len(witness.executions) == 2
+        assert bench.task(run, "task")["attempt"] == 1
+    finally:
+        bench.close()
+        rabbit_server.delete_namespace(namespace)

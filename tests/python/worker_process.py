@@ -1,0 +1,88 @@
+"""A worker in a process of its own, for tests that kill or signal it: `python -m
+tests.python.worker_process`.
+
+Its handlers write what they do into the table public.trace of the test's database.
+"""
+
+import asyncio
+import os
+import sys
+import time
+
+import psycopg
+
+from flowforge import log, worker
+from flowforge.config import Config
+from flowforge.context import Context
+from flowforge.definition import Workflow
+
+workflow = Workflow("process")
+
+
+def trace(ctx: Context, what: str) -> None:
+    with psycopg.connect(os.environ["FLOWFORGE_DATABASE_URL"], autocommit=True) as conn:
+        conn.execute(
+            "insert into public.trace values (%s, %s, %s, %s)",
+            [ctx.task_run_id, ctx.fencing_token, what, os.getpid()],
+        )
+
+
+def released(ctx: Context) -> bool:
+    """Whether the test has written `go` for this task run, or for all."""
+    with psycopg.connect(os.environ["FLOWFORGE_DATABASE_URL"], autocommit=True) as conn:
+        found = conn.execute(
+            "select 1 from public.trace where what = 'go' and task_run_id in (%s, 0)", [ctx.task_run_id]
+        ).fetchone()
+    return found is not None
+
+
+@workflow.task
+def quick(ctx: Context) -> int:
+    trace(ctx, "ran")
+    return ctx.fencing_token
+
+
+@workflow.task
+def patient(ctx: Context) -> str:
+    """Ends when the test says so, whatever else it is told."""
+    trace(ctx, "begun")
+    while not released(ctx):
+        time.sleep(0.05)
+    trace(ctx, "ended")
+    return "ended"
+
+
+@workflow.task
+async def gentle(ctx: Context) -> None:
+    """Ends when it is cancelled."""
+    trace(ctx, "begun")
+    await asyncio.Event().wait()
+
+
+@workflow.task
+def paying(ctx: Context) -> None:
+    """Stands in the middle of its transaction."""
+    with ctx.transaction() as tx:
+        tx.execute(
+            "insert into public.trace values (%s, %s, 'paid', 0)", [ctx.task_run_id, ctx.fencing_token]
+        )
+        trace(ctx, "begun")
+        while not released(ctx):
+            time.sleep(0.05)
+
+
+@workflow.task(time_limit=0.5)
+def stuck(ctx: Context) -> None:
+    """Blocked in C for longer than any test."""
+    trace(ctx, "begun")
+    time.sleep(3600)
+
+
+def main() -> int:
+    config = Config.from_environment()
+    log.configure("json", config.log_level)
+    return worker.run(worker.handlers_of([workflow]), config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
