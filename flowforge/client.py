@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -308,14 +308,33 @@ def _json(value: object, what: str) -> str:
     try:
         return db.json_text(value)
     except NotStorable as error:
+        with suppress(RecursionError):  # of a value that holds itself
+            what = _place(value, what)
         raise NotStorable(f"{what} is {error}") from None
+
+
+def _place(value: object, what: str) -> str:
+    """Where in `value`, called `what`, the first part is that cannot be stored even by itself."""
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    for key, part in parts:
+        try:
+            db.json_text(part)
+        except NotStorable:
+            return _place(part, f"{what}[{key!r}]")
+    return what
 
 
 def _interval(delay: Duration) -> timedelta:
     try:
         return timedelta(seconds=seconds(delay, "delay"))
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise InvalidArgument(str(error)) from None
+    except OverflowError:
+        raise InvalidArgument(f"delay is too long: {delay}") from None
 
 
 def _check_text(value: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,8 @@ def run(
     """Runs all daemons until asked to stop; returns the exit code of the first one that failed, or 0.
 
     `server` is started if it is not running, and stopped at the end if it was started here; without it the
-    database of `config` is used. `workflows` are registered, and `ready` is called once every daemon works.
+    database of `config` is used. `workflows` are registered (without any there is no worker, which would only
+    take work from those who have handlers), and `ready` is called once every daemon works.
     Without `stop` the signals of the process ask for it (main thread only).
 
     Raises FlowForgeError when the database cannot be started, reached or migrated, or a definition is
@@ -96,31 +97,23 @@ def run(
         return _run_parts(_parts(config, workflows, stop), config, server, stop, lambda: ready(up))
 
 
-def _parts(config: Config, workflows: Iterable[Workflow], stop: runner.Stop) -> list[_Part]:
+def _parts(config: Config, workflows: Sequence[Workflow], stop: runner.Stop) -> list[_Part]:
     # One file cannot hold the health of several daemons: they report in memory, and `run` writes the worst.
-    health = {name: runner.Health(name) for name in ("scheduler", "worker", "publisher")}
-    scheduler = Scheduler(config)
-    worker = Worker(handlers_of(workflows), config, stop, health["worker"])
-    parts = [
-        _Part(
-            "scheduler",
-            lambda: runner.run(scheduler, config, stop=stop, health=health["scheduler"]),
-            health["scheduler"],
-        ),
-        _Part("worker", worker.run, health["worker"]),
-    ]
+    parts = [_daemon(Scheduler(config), config, stop)]
+    if workflows:
+        health = runner.Health("worker")
+        worker = Worker(handlers_of(workflows), config, stop, health)
+        parts.append(_Part("worker", worker.run, health))
     if config.uses_broker:
         from flowforge.publisher import Publisher
 
-        publisher = Publisher(config)
-        parts.append(
-            _Part(
-                "publisher",
-                lambda: runner.run(publisher, config, stop=stop, health=health["publisher"]),
-                health["publisher"],
-            )
-        )
+        parts.append(_daemon(Publisher(config), config, stop))
     return parts
+
+
+def _daemon(daemon: runner.Daemon, config: Config, stop: runner.Stop) -> _Part:
+    health = runner.Health(daemon.name)
+    return _Part(daemon.name, lambda: runner.run(daemon, config, stop=stop, health=health), health)
 
 
 def _run_parts(

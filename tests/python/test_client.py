@@ -1,0 +1,301 @@
+"""The client: each call, its errors, and what it does when its connection dies."""
+
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from flowforge import Client, Context, PermanentError, RunResult, Workflow
+from flowforge import client as client_module
+from flowforge.config import Config
+from flowforge.errors import (
+    ConfigError,
+    DatabaseUnavailable,
+    FlowForgeError,
+    IdempotencyConflict,
+    InvalidArgument,
+    NotFound,
+    NotStorable,
+    StateConflict,
+    WaitTimeout,
+)
+from tests.python.running import running
+from tests.services.database import Database
+from tests.services.process import wait_until
+
+flow = Workflow("sums")
+
+
+@flow.task
+def numbers(ctx: Context) -> list[int]:
+    if ctx.input.get("broken"):
+        raise PermanentError("no numbers today")
+    return list(ctx.input.get("numbers", [1, 2]))
+
+
+@flow.task(map=numbers)
+def square(ctx: Context) -> int:
+    return int(ctx.item) ** 2
+
+
+@flow.task(after=square)
+def total(ctx: Context) -> int:
+    return sum(ctx.upstream["square"])
+
+
+@pytest.fixture
+def client(db: Database) -> Iterator[Client]:
+    """A client of a database that knows the workflow, where nothing runs it."""
+    with Client(db.dsn) as client:
+        client.define(flow)
+        yield client
+
+
+def kill_connections(db: Database) -> None:
+    with db.connect() as connection:
+        connection.execute(
+            "select pg_terminate_backend(pid, 10000) from pg_stat_activity "
+            "where datname = current_database() and application_name = 'flowforge client'"
+        )
+
+
+def run_count(db: Database) -> int:
+    with db.connect() as connection:
+        row = connection.execute("select count(*) from flowforge.run").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_run_from_trigger_to_result(db: Database) -> None:
+    """A login with the client's role alone can define, trigger, wait and read results."""
+    with running(Config(database_url=db.dsn), flow), Client(db.create_login("flowforge_client")) as client:
+        assert not client.define(flow).created
+        run_id = client.trigger(flow, {"numbers": [1, 2, 3]}, labels={"team": "data"})
+        result = client.wait(run_id, timeout=60)
+        assert result.succeeded
+        assert result.ended
+        assert result.outputs == {"total": 14}
+        assert result.errors == {}
+        assert (result.run_id, result.workflow, result.version) == (run_id, "sums", 1)
+        assert result.finished_at is not None
+        assert result.created_at <= result.finished_at
+        assert client.result(run_id) == result
+        assert client.result(run_id, "square") == [1, 4, 9]
+
+
+def test_failed_run_tells_why(db: Database) -> None:
+    with running(Config(database_url=db.dsn), flow), Client(db.dsn) as client:
+        result = client.wait(client.trigger("sums", {"broken": True}), timeout=timedelta(minutes=1))
+        assert result.state == "failed"
+        assert not result.succeeded
+        assert "no numbers today" in result.errors["numbers"]
+        assert client.result(result.run_id, "total") is None
+
+
+def test_same_key_is_the_same_run(client: Client) -> None:
+    first = client.trigger(flow, {"numbers": [1]}, idempotency_key="monday")
+    assert client.trigger(flow, {"numbers": [1]}, idempotency_key="monday") == first
+    assert client.trigger(flow, {"numbers": [1]}, idempotency_key="tuesday") != first
+    with pytest.raises(IdempotencyConflict, match="monday"):
+        client.trigger(flow, {"numbers": [2]}, idempotency_key="monday")
+
+
+def test_every_argument_of_trigger_arrives(db: Database, client: Client) -> None:
+    before = datetime.now(UTC)
+    run_id = client.trigger(flow, [1, None, "ä"], version=1, priority=7, delay=3600, labels={"a": "b"})
+    with db.connect() as connection:
+        row = connection.execute(
+            "select r.input, r.priority, r.labels, min(t.available_at) from flowforge.run r "
+            "join flowforge.task_run t using (run_id) where r.run_id = %s group by r.run_id",
+            [run_id],
+        ).fetchone()
+    assert row is not None
+    assert row[:3] == ([1, None, "ä"], 7, {"a": "b"})
+    assert row[3] >= before + timedelta(minutes=59)
+
+
+def test_input_left_out_is_an_empty_object(db: Database, client: Client) -> None:
+    left_out, null = client.trigger(flow), client.trigger(flow, None)
+    with db.connect() as connection:
+        rows = connection.execute("select run_id, input::text from flowforge.run").fetchall()
+    assert dict(rows) == {left_out: "{}", null: "null"}
+
+
+def test_trigger_many_keeps_the_order(db: Database, client: Client) -> None:
+    inputs = [{"numbers": [each]} for each in range(20)]
+    keys = [f"key {each}" for each in range(20)]
+    run_ids = client.trigger_many(flow, inputs, idempotency_keys=keys)
+    with db.connect() as connection:
+        rows = connection.execute("select run_id, input from flowforge.run").fetchall()
+    stored: dict[int, object] = dict(rows)
+    assert [stored[run_id] for run_id in run_ids] == inputs
+    assert client.trigger_many("sums", inputs, idempotency_keys=keys) == run_ids
+    assert len(client.trigger_many("sums", inputs)) == 20
+    assert run_count(db) == 40
+
+
+endless: list[object] = []
+endless.append(endless)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (float("nan"), " is not storable: Out of range float"),
+        ({"deep": [1, float("inf")]}, r"\['deep'\]\[1\] is not storable: Out of range float"),
+        (["nul \0"], r"\[0\] is not storable: .*U\+0000"),
+        ({"\0": 1}, r" is not storable: .*U\+0000"),
+        ({"\ud800": 1, "x": 1}, " is not storable: .*surrogate"),
+        (b"bytes", " is not storable: .*bytes"),
+        ({"x": {1, 2}}, r"\['x'\] is not storable: .*set"),
+        (endless, r" is not storable: .*[Cc]ircular"),
+    ],
+)
+def test_what_is_not_json_is_refused_before_anything_is_sent(value: object, says: str) -> None:
+    """No database is there: an error about the value shows that none was asked."""
+    with Client("host=127.0.0.1 port=1 connect_timeout=2") as client:
+        with pytest.raises(NotStorable, match=f"^input{says}"):
+            client.trigger("sums", value)
+        with pytest.raises(NotStorable, match=rf"^inputs\[1\]{says}"):
+            client.trigger_many("sums", [1, value])
+        with pytest.raises(NotStorable, match="labels"):
+            client.trigger("sums", labels={"x": value})
+        with pytest.raises(DatabaseUnavailable):
+            client.trigger("sums", 1)
+
+
+@pytest.mark.parametrize("name", ["nul \0", "\ud800"])
+def test_text_that_cannot_travel_is_refused(name: str) -> None:
+    with Client("host=127.0.0.1 port=1") as client:
+        with pytest.raises(NotStorable):
+            client.trigger(name)
+        with pytest.raises(NotStorable):
+            client.trigger_many("sums", [1], idempotency_keys=[name])
+
+
+def test_errors_name_what_is_wrong(client: Client) -> None:
+    with pytest.raises(NotFound, match="nosuch"):
+        client.trigger("nosuch")
+    with pytest.raises(NotFound, match="no version 9"):
+        client.trigger(flow, version=9)
+    for call in (client.result, client.cancel, client.wait, client.retry):
+        with pytest.raises(NotFound, match="4711"):
+            call(4711)
+    with pytest.raises(InvalidArgument, match="delay"):
+        client.trigger(flow, delay=float("nan"))
+    with pytest.raises(InvalidArgument, match="delay"):
+        client.trigger(flow, delay=1e300)
+
+
+def test_wait_ends_when_its_time_is_over(client: Client) -> None:
+    run_id = client.trigger(flow)
+    with pytest.raises(WaitTimeout, match=f"run {run_id} of workflow 'sums'") as timeout:
+        client.wait(run_id, timeout=0.05)
+    assert isinstance(timeout.value, TimeoutError)
+    assert client.result(run_id).state == "running"
+
+
+def test_cancel_and_retry(db: Database) -> None:
+    with running(Config(database_url=db.dsn), flow), Client(db.dsn) as client:
+        run_id = client.trigger(flow, {"numbers": [3]}, delay=3600)
+        assert client.cancel(run_id, reason="mistake")
+        assert client.wait(run_id, timeout=60).state == "cancelled"
+        assert not client.cancel(run_id)
+        assert client.retry(run_id, request_id="again") == 3
+        assert client.wait(run_id, timeout=60).outputs == {"total": 9}
+        assert client.retry(run_id, request_id="again") == 3  # the answer of the first time
+        assert client.result(run_id).succeeded
+
+
+def test_retry_is_refused_while_the_task_is_under_way(db: Database, client: Client) -> None:
+    run_id = client.trigger(flow)
+    with db.connect() as connection:
+        connection.execute("select flowforge.dispatch_ready()")
+    with pytest.raises(StateConflict, match="numbers"):
+        client.retry(run_id, from_task="numbers")
+
+
+def test_repeatable_calls_survive_a_dead_connection(db: Database, client: Client) -> None:
+    run_id = client.trigger(flow, idempotency_key="k")
+    for call in (
+        lambda: client.define(flow),
+        lambda: client.trigger(flow, idempotency_key="k"),
+        lambda: client.trigger_many(flow, [{}], idempotency_keys=["k"]),
+        lambda: client.result(run_id),
+        lambda: client.result(run_id, "total"),
+        lambda: client.cancel(run_id),
+    ):
+        kill_connections(db)
+        call()
+    assert run_count(db) == 1
+
+
+def test_other_calls_are_never_sent_twice(
+    db: Database, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could tell whether the first one took effect; the caller is told, and the next call works."""
+    monkeypatch.setattr(client_module, "_IDLE_BEFORE_CHECK", 3600.0)
+    kill_connections(db)
+    with pytest.raises(DatabaseUnavailable):
+        client.trigger(flow)
+    assert run_count(db) == 0
+    client.trigger(flow)
+    assert run_count(db) == 1
+
+
+def test_idle_connection_is_tried_before_such_a_call(
+    db: Database, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_IDLE_BEFORE_CHECK", 0.0)
+    kill_connections(db)
+    client.trigger(flow)
+    assert run_count(db) == 1
+
+
+def test_threads_share_a_client(db: Database, client: Client) -> None:
+    found: list[RunResult] = []
+
+    def work() -> None:
+        found.extend(client.result(client.trigger(flow)) for _ in range(10))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({result.run_id for result in found}) == 60
+    with db.connect() as connection:
+        row = connection.execute(
+            "select count(*) from pg_stat_activity "
+            "where datname = current_database() and application_name = 'flowforge client'"
+        ).fetchone()
+    assert row == (1,)
+
+
+def test_wait_in_one_thread_leaves_the_client_to_others(client: Client) -> None:
+    run_id = client.trigger(flow)
+    ended: list[RunResult] = []
+    waiting = threading.Thread(target=lambda: ended.append(client.wait(run_id)))
+    waiting.start()
+    wait_until(lambda: client.result(run_id).state == "running", "an answer while another thread waits")
+    assert waiting.is_alive()
+    client.cancel(run_id)
+    waiting.join()
+    assert [result.state for result in ended] == ["cancelled"]
+
+
+def test_closed_client_refuses(client: Client) -> None:
+    client.close()
+    client.close()
+    with pytest.raises(FlowForgeError, match="closed"):
+        client.trigger(flow)
+
+
+def test_database_comes_from_the_environment(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWFORGE_DATABASE_URL", db.dsn)
+    with Client() as client:
+        assert client.define(flow).created
+    monkeypatch.delenv("FLOWFORGE_DATABASE_URL")
+    with pytest.raises(ConfigError, match="FLOWFORGE_DATABASE_URL"):
+        Client()

@@ -1,0 +1,175 @@
+"""`flowforge up`: everything in one process, which ends cleanly, and with a failing part as a whole."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from flowforge import Client, Context, Workflow, runner, up
+from flowforge.config import Config
+from flowforge.embedded import EmbeddedPostgres, running_dsn
+from flowforge.errors import ConfigError, InvalidDefinition
+from tests.python.running import running
+from tests.services.database import Database
+from tests.services.process import wait_for_end, wait_until
+from tests.services.rabbitmq import Broker
+
+PROJECT = """
+import pathlib, time
+from flowforge import Context, Workflow
+
+slow = Workflow("slow")
+
+@slow.task
+def work(ctx: Context) -> str:
+    begun = pathlib.Path(ctx.input["begun"])
+    begun.touch()
+    while not begun.with_suffix(".go").exists():
+        time.sleep(0.01)
+    return "done"
+"""
+
+flow = Workflow("greeting")
+
+
+@flow.task
+def greet(ctx: Context) -> str:
+    return f"hello {ctx.input['name']}"
+
+
+@pytest.fixture
+def project() -> Iterator[Path]:
+    """A directory that every user can pass through, with a module of workflows."""
+    with tempfile.TemporaryDirectory(prefix="ff-") as directory:
+        Path(directory).chmod(0o711)
+        (Path(directory) / "jobs.py").write_text(PROJECT)
+        yield Path(directory)
+
+
+@contextlib.contextmanager
+def command_up(project: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`flowforge up jobs` in the project, once it has said that it is ready."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("FLOWFORGE_")}
+    command = [sys.executable, "-m", "flowforge", "up", "jobs", "--data-dir", str(project / "pg"), *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line == "FlowForge is ready.\n", process.communicate()
+            while "Ctrl-C" not in line:
+                line = process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_lets_handlers_finish_and_stops_everything(project: Path) -> None:
+    """The signal goes to the whole foreground group, as a terminal sends it. The result of the handler that was
+    running is in the database, which was there to take it."""
+    with command_up(project) as process:
+        below = psutil.Process(process.pid).children(recursive=True)
+        dsn = running_dsn(project / "pg")
+        assert dsn is not None
+        with Client(dsn) as client:
+            run_id = client.trigger("slow", {"begun": str(project / "begun")})
+        wait_until(lambda: (project / "begun").exists(), "the handler's start")
+        os.killpg(process.pid, signal.SIGINT)
+        (project / "begun.go").touch()
+        out, _ = process.communicate()
+        assert process.returncode == 0
+        assert out == "Stopped.\n"
+        assert below
+        wait_for_end(below)
+    with EmbeddedPostgres(project / "pg") as server, Client(server.dsn) as client:
+        assert client.result(run_id, "work") == "done"
+
+
+def test_it_ends_when_its_server_dies(project: Path) -> None:
+    with command_up(project) as process:
+        [server] = [
+            each for each in psutil.Process(process.pid).children() if each.name().startswith("postgres")
+        ]
+        server.kill()
+        _, log = process.communicate()
+        assert process.returncode == runner.EXIT_DATABASE
+        assert "the embedded PostgreSQL ended" in log
+        assert "Traceback" not in log
+
+
+def test_it_works_again_after_being_killed(project: Path) -> None:
+    with command_up(project) as process:
+        below = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+    with command_up(project) as process:
+        wait_for_end(below)
+        process.terminate()
+        process.communicate()
+        assert process.returncode == 0
+
+
+def test_without_workflows_nothing_is_taken(db: Database) -> None:
+    """A worker without handlers would only take work from those who have them."""
+    with running(Config(database_url=db.dsn)) as state, Client(db.dsn) as client:
+        client.define(flow)
+        run_id = client.trigger(flow, {"name": "you"})
+        with db.connect() as connection:
+            query = "select from flowforge.task_run where state = 'ready'"
+            wait_until(lambda: connection.execute(query).rowcount > 0, "the dispatch")
+            workers = connection.execute("select count(*) from flowforge.worker").fetchone()
+        assert workers == (0,)
+        assert client.result(run_id).state == "running"
+    assert state.code == runner.EXIT_OK
+
+
+def test_broker_is_served_when_one_is_configured(db: Database, rabbit: Broker, amqp_namespace: str) -> None:
+    """Publisher and worker travel by RabbitMQ: without a publisher the run would not go on."""
+    config = Config(database_url=db.dsn, amqp_urls=(rabbit.url,), namespace=amqp_namespace)
+    with running(config, flow) as state, Client(db.dsn) as client:
+        result = client.wait(client.trigger(flow, {"name": "you"}), timeout=60)
+        assert result.outputs == {"greet": "hello you"}
+    assert state.code == runner.EXIT_OK
+
+
+def test_part_that_fails_ends_the_others(db: Database, rabbit: Broker, amqp_namespace: str) -> None:
+    """A wrong password is for ever: the whole ends, with the code that tells why."""
+    place = urlsplit(rabbit.url)
+    wrong = place._replace(netloc=f"nobody:wrong@{place.hostname}:{place.port}").geturl()
+    config = Config(database_url=db.dsn, amqp_urls=(wrong,), namespace=amqp_namespace)
+    assert up.run(config, [flow], stop=runner.Stop()) == runner.EXIT_BROKER
+
+
+def test_what_cannot_start_says_so(db: Database) -> None:
+    with pytest.raises(ConfigError, match="FLOWFORGE_DATABASE_URL"):
+        up.run(Config(), [flow], stop=runner.Stop())
+    circle = Workflow("circle")
+    circle.task(name="a", after="b")(lambda ctx: None)
+    circle.task(name="b", after="a")(lambda ctx: None)
+    with pytest.raises(InvalidDefinition):
+        up.run(Config(database_url=db.dsn), [circle], stop=runner.Stop())
+
+
+def test_health_file_tells_of_all_parts(db: Database, tmp_path: Path) -> None:
+    file = tmp_path / "health"
+    config = Config(database_url=db.dsn, health_file=str(file))
+    with running(config, flow):
+        wait_until(lambda: runner.read_health(file)[0], "a report that all is well")
+    well, line = runner.read_health(file)
+    assert not well
+    assert "stopping" in line
