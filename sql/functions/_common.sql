@@ -85,7 +85,7 @@ begin
     if array_position(p_sizes, null) is not null then
         raise exception using errcode = 'WF001', message = format('%s: an array argument is null', p_what);
     end if;
-    if p_sizes[1] <> all (p_sizes) then
+    if p_sizes[1] <> any (p_sizes) then
         raise exception using errcode = 'WF001',
             message = format('%s: the arrays have different lengths: %s', p_what, array_to_string(p_sizes, ', '));
     end if;
