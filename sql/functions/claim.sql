@@ -33,6 +33,21 @@ $$;
 comment on function flowforge._take(bigint[], text, uuid, interval) is
     'Makes locked ready task runs running under a lease and a new fencing token, unless their run is being cancelled. Answers those taken, ascending.';
 
+create or replace function flowforge._give_again(p_task_run_ids bigint[], p_claim_id uuid) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_now timestamptz := flowforge._clock();
+begin
+    update flowforge.task_run tr
+    set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
+    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running' and tr.claim_id = p_claim_id;
+end
+$$;
+comment on function flowforge._give_again(bigint[], uuid) is
+    'A call was made before and its answer was lost: its claims, locked by the caller, are given back with a fresh lease.';
+
 create or replace function flowforge._claim_pairs(
     p_task_run_ids bigint[], p_dispatch_ids uuid[], p_worker text, p_claim_id uuid, p_lease interval)
 returns bigint[]
@@ -42,7 +57,6 @@ as $$
 declare
     v_ready bigint[];
     v_held bigint[];
-    v_now timestamptz;
 begin
     select coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.state = 'ready'), '{}'),
         array_agg(l.task_run_id order by l.task_run_id) filter (where l.state = 'running')
@@ -55,11 +69,7 @@ begin
             and (tr.state = 'ready' or tr.state = 'running' and tr.claim_id = p_claim_id)
         for no key update) l;
     if v_held is not null then
-        -- This very call was made before and its answer was lost: its claims are given back with a fresh lease.
-        v_now := flowforge._clock();
-        update flowforge.task_run tr
-        set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
-        where tr.task_run_id = any (v_held) and tr.state = 'running' and tr.claim_id = p_claim_id;
+        perform flowforge._give_again(v_held, p_claim_id);
     end if;
     return flowforge._take(v_ready, p_worker, p_claim_id, p_lease) || v_held;
 end
@@ -97,8 +107,8 @@ begin
     return coalesce((
         select case
             when tr.dispatch_id is distinct from p_dispatch_id then
-                case when exists (select from flowforge.attempt a
-                                  where a.task_run_id = tr.task_run_id and a.dispatch_id = p_dispatch_id)
+                case when (select true from flowforge.attempt a
+                           where a.task_run_id = tr.task_run_id and a.dispatch_id = p_dispatch_id limit 1)
                     then 'superseded' else 'unknown' end
             when tr.state = 'cancelled' then 'cancelled'
             when tr.state = 'running' then 'running'
@@ -248,9 +258,13 @@ begin
     end if;
     -- A repeat of this call may overtake the call itself, whose answer was lost: one waits for the other here.
     perform pg_advisory_xact_lock(hashtextextended('flowforge.claim ' || claim_next.claim_id, 0));
-    v_won := array(select tr.task_run_id from flowforge.task_run tr where tr.claim_id = claim_next.claim_id order by tr.task_run_id);
+    -- What it holds is locked: the answer must not tell the token of somebody who takes it over at this moment.
+    v_won := array(select tr.task_run_id from flowforge.task_run tr where tr.claim_id = claim_next.claim_id
+        order by tr.task_run_id for no key update);
 
-    if v_won = '{}' then
+    if v_won <> '{}' then
+        perform flowforge._give_again(v_won, claim_next.claim_id);
+    else
         v_now := flowforge._clock();
         -- Priority orders within a queue; the queues come in random order, so that none starves another.
         for v_queue_id in select q.queue_id from flowforge.queue q where q.name = any (claim_next.queues) order by random() loop
@@ -280,4 +294,4 @@ begin
 end
 $$;
 comment on function flowforge.claim_next(text[], text, uuid, interval, bigint) is
-    'Claims up to max_rows dispatched task runs of the given queues by priority: delivery without a broker. One row for each, outcome claimed. A repeat with the same claim_id answers what that claim holds and chooses nothing new. Raises WF001, WF005.';
+    'Claims up to max_rows dispatched task runs of the given queues by priority: delivery without a broker. One row for each, outcome claimed. A repeat with the same claim_id answers what that claim holds, with a fresh lease, and chooses nothing new. Raises WF001, WF005.';

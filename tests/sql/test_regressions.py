@@ -1,8 +1,10 @@
 """Mistakes that random calls have found, each by the shortest sequence that shows it."""
 
+import uuid
+
 import pytest
 
-from tests.sql.helpers import Engine
+from tests.sql.helpers import Engine, task
 
 
 @pytest.mark.parametrize(
@@ -17,3 +19,15 @@ from tests.sql.helpers import Engine
 def test_arrays_of_different_lengths_are_refused(engine: Engine, call: str) -> None:
     with engine.refuses("WF001"):
         engine.rows(f"select * from flowforge.{call}")
+
+
+def test_repeated_claim_next_gets_a_fresh_lease(engine: Engine) -> None:
+    """Its reply was lost for as long as the lease: who asks again must not hold an expired one."""
+    engine.start(task("a"))
+    arguments = (["default"], "worker", uuid.uuid4(), "30 s")
+    [first] = engine.table("claim_next", *arguments)
+    engine.advance("31 s")
+    [again] = engine.table("claim_next", *arguments)
+    assert (again.outcome, again.fencing_token) == ("claimed", first.fencing_token)
+    assert (again.lease_expires_at - first.lease_expires_at).total_seconds() == 31
+    assert engine.reap() == 0
