@@ -122,9 +122,9 @@ begin
     end loop;
 
     select array_agg(l.task_run_id order by l.task_run_id), array_agg(u.pos order by l.task_run_id) into v_ids, v_positions
-    from (select distinct on (i.task_run_id) i.task_run_id, i.fencing_token, i.pos
+    from (select distinct on (i.task_run_id, i.fencing_token) i.task_run_id, i.fencing_token, i.pos
           from unnest(finish_task_runs.task_run_ids, finish_task_runs.fencing_tokens) with ordinality i (task_run_id, fencing_token, pos)
-          order by i.task_run_id, i.fencing_token desc, i.pos) u
+          order by i.task_run_id, i.fencing_token, i.pos) u
     cross join lateral (
         select tr.task_run_id from flowforge.task_run tr
         where tr.task_run_id = u.task_run_id and tr.state = 'running' and tr.fencing_token = u.fencing_token

@@ -3,6 +3,7 @@
 import uuid
 
 import pytest
+from psycopg.types.json import Jsonb
 
 from tests.sql.helpers import Engine, task
 
@@ -31,3 +32,16 @@ def test_repeated_claim_next_gets_a_fresh_lease(engine: Engine) -> None:
     assert (again.outcome, again.fencing_token) == ("claimed", first.fencing_token)
     assert (again.lease_expires_at - first.lease_expires_at).total_seconds() == 31
     assert engine.reap() == 0
+
+
+@pytest.mark.parametrize("other", [-1, 1])
+def test_a_token_that_holds_is_accepted_beside_one_that_does_not(engine: Engine, other: int) -> None:
+    """One batch may bring two executions of one task run; the order of the tokens decides nothing."""
+    engine.start(task("a"))
+    claim = engine.claim_one()
+    tokens = [claim.fencing_token + other, claim.fencing_token]
+    rows = engine.table(
+        "finish_task_runs",
+        *([claim.task_run_id] * 2, tokens, ["succeeded"] * 2, [Jsonb(1)] * 2, ["", ""], [True] * 2),
+    )
+    assert [row.answer for row in rows] == ["fenced", "accepted"]
