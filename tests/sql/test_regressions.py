@@ -45,3 +45,19 @@ def test_a_token_that_holds_is_accepted_beside_one_that_does_not(engine: Engine,
         *([claim.task_run_id] * 2, tokens, ["succeeded"] * 2, [Jsonb(1)] * 2, ["", ""], [True] * 2),
     )
     assert [row.answer for row in rows] == ["fenced", "accepted"]
+
+
+def test_the_delay_of_another_offer_governs_an_order_still_unpublished(engine: Engine) -> None:
+    """A message went out, its mark was lost: that order serves again, but not before the delay is over."""
+    engine.start(task("a"))
+    [order] = engine.table("fetch_outbox", 10)  # published, and the mark lost
+    message = order.task_run_id, order.dispatch_id
+    for reaps in (1, 2):
+        [claim] = engine.table("claim_task_run", *message, "worker", uuid.uuid4(), "1 s")
+        assert claim.outcome == "claimed"
+        engine.advance("2 s")
+        assert engine.reap() == 1
+        assert len(engine.table("fetch_outbox", 10)) == (reaps == 1)
+    engine.advance("5 minutes")
+    [again] = engine.table("fetch_outbox", 10)
+    assert (again.task_run_id, again.dispatch_id) == message
