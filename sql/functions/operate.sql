@@ -21,9 +21,11 @@ create or replace function flowforge.pause_queue(queue text) returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    v_queue_id bigint := flowforge._queue_id(pause_queue.queue);
 begin
     update flowforge.queue q set paused_at = flowforge._clock()
-    where q.queue_id = flowforge._queue_id(pause_queue.queue) and q.paused_at is null;
+    where q.queue_id = v_queue_id and q.paused_at is null;
     return found;
 end
 $$;
@@ -34,9 +36,11 @@ create or replace function flowforge.resume_queue(queue text) returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    v_queue_id bigint := flowforge._queue_id(resume_queue.queue);
 begin
     update flowforge.queue q set paused_at = null
-    where q.queue_id = flowforge._queue_id(resume_queue.queue) and q.paused_at is not null;
+    where q.queue_id = v_queue_id and q.paused_at is not null;
     if not found then
         return false;
     end if;
@@ -51,6 +55,8 @@ returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    v_queue_id bigint := flowforge._queue_id(configure_queue.queue);
 begin
     if configure_queue.window_size < 1 or configure_queue.window_size > 1000000 then
         raise exception using errcode = 'WF001', message = format('window_size is %s; 1 to 1000000 or null are allowed', configure_queue.window_size);
@@ -59,7 +65,7 @@ begin
     set window_size = configure_queue.window_size,
         redispatch_delay = case when configure_queue.redispatch_delay is null then interval '30 s'
             else flowforge._seconds('redispatch_delay', configure_queue.redispatch_delay, 0.1, 86400) end
-    where q.queue_id = flowforge._queue_id(configure_queue.queue);
+    where q.queue_id = v_queue_id;
     return found;
 end
 $$;

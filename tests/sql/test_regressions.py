@@ -61,3 +61,17 @@ def test_the_delay_of_another_offer_governs_an_order_still_unpublished(engine: E
     engine.advance("5 minutes")
     [again] = engine.table("fetch_outbox", 10)
     assert (again.task_run_id, again.dispatch_id) == message
+
+
+@pytest.mark.parametrize("function", ["pause_queue", "resume_queue", "configure_queue"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_unknown_queue_is_named_whatever_the_plan(engine: Engine, function: str, paused: bool) -> None:
+    """What raises must not stand in a condition that a plan may leave unevaluated."""
+    engine.define(task("a"))
+    engine.rows("analyze flowforge.queue")
+    for _ in range(6):  # from the sixth call on the plan is one for any queue
+        engine.call(function, "default")
+    if paused:
+        engine.call("pause_queue", "default")
+    with engine.refuses("WF002", "nobody"):
+        engine.call(function, "nobody")
