@@ -57,20 +57,19 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_queue_id bigint := flowforge._queue_id(configure_queue.queue);
+    v_delay interval := flowforge._seconds('redispatch_delay', coalesce(configure_queue.redispatch_delay, '30 s'), 0.1, 86400);
 begin
     if configure_queue.window_size < 1 or configure_queue.window_size > 1000000 then
         raise exception using errcode = 'WF001', message = format('window_size is %s; 1 to 1000000 or null are allowed', configure_queue.window_size);
     end if;
-    update flowforge.queue q
-    set window_size = configure_queue.window_size,
-        redispatch_delay = case when configure_queue.redispatch_delay is null then interval '30 s'
-            else flowforge._seconds('redispatch_delay', configure_queue.redispatch_delay, 0.1, 86400) end
-    where q.queue_id = v_queue_id;
+    update flowforge.queue q set window_size = configure_queue.window_size, redispatch_delay = v_delay
+    where q.queue_id = v_queue_id
+        and (q.window_size, q.redispatch_delay) is distinct from (configure_queue.window_size, v_delay);
     return found;
 end
 $$;
 comment on function flowforge.configure_queue(text, bigint, interval) is
-    'Sets the window of a queue (null: the larger of 100 and 4 times the announced capacity) and how long a message may stay unclaimed before it is published again (null: 30 s). Raises WF001, WF002.';
+    'Sets the window of a queue (null: the larger of 100 and 4 times the announced capacity) and how long a message may stay unclaimed before it is published again (null: 30 s). True if that changed anything. Raises WF001, WF002.';
 
 create or replace function flowforge.announce_worker(worker text, queues text[], capacity bigint) returns void
 language plpgsql volatile security definer
@@ -85,6 +84,7 @@ begin
     if announce_worker.queues is null or array_position(announce_worker.queues, null) is not null or cardinality(announce_worker.queues) > 1000 then
         raise exception using errcode = 'WF001', message = 'announce_worker: queues must be an array of at most 1000 names';
     end if;
+    perform flowforge._check_name('queue', q.name) from unnest(announce_worker.queues) q (name);
     if announce_worker.capacity = 0 then
         delete from flowforge.worker w where w.name = announce_worker.worker;
         return;

@@ -84,6 +84,7 @@ declare
     v_now timestamptz := flowforge._clock();
     v_ids bigint[];
     v_parked bigint[];
+    v_failed bigint;
 begin
     perform flowforge._check_count('max_rows', fail_undeliverable.max_rows);
     -- Not started in time, or with nothing to publish but what was parked. The windows and the parked rows are few.
@@ -92,8 +93,10 @@ begin
         limit fail_undeliverable.max_rows for no key update skip locked);
     v_parked := array(
         select l.task_run_id
-        from (select distinct o.task_run_id from flowforge.outbox o where o.parked_at is not null
-              order by o.task_run_id limit fail_undeliverable.max_rows) p
+        from (select distinct f.task_run_id
+              from (select o.task_run_id from flowforge.outbox o where o.parked_at is not null
+                    order by o.parked_at limit fail_undeliverable.max_rows) f
+              order by f.task_run_id) p
         cross join lateral (select tr.task_run_id from flowforge.task_run tr
             where tr.task_run_id = p.task_run_id and tr.state = 'ready' for no key update skip locked) l);
     v_parked := array(select tr.task_run_id from flowforge.task_run tr
@@ -105,12 +108,14 @@ begin
         error = case when tr.task_run_id = any (v_parked)
             then 'the message cannot be published: ' || (select o.last_error from flowforge.outbox o
                 where o.task_run_id = tr.task_run_id and o.parked_at is not null order by o.outbox_id limit 1)
-            else format('not started within %s s', extract(epoch from tr.start_deadline - tr.ready_at)::double precision) end
+            else format('not started within %s s', (
+                select extract(epoch from t.start_within)::double precision from flowforge.task t where t.task_id = tr.task_id)) end
     where tr.task_run_id = any (v_ids || v_parked) and tr.state = 'ready';
-    if v_ids <> '{}' or v_parked <> '{}' then
+    get diagnostics v_failed = row_count;
+    if v_failed > 0 then
         perform flowforge._wake_scheduler();
     end if;
-    return cardinality(v_ids || v_parked);
+    return v_failed;
 end
 $$;
 comment on function flowforge.fail_undeliverable(bigint) is
@@ -139,9 +144,9 @@ begin
     where o.outbox_id = any (v_ids)
         and ((select tr.state = 'ready' and tr.dispatch_id = o.dispatch_id
               from flowforge.task_run tr where tr.task_run_id = o.task_run_id) is not true
-            or o.parked_at is not null and exists (
-                select from flowforge.outbox other
-                where other.task_run_id = o.task_run_id and other.dispatch_id = o.dispatch_id and other.parked_at is null));
+            or o.parked_at is not null and (
+                select true from flowforge.outbox other
+                where other.task_run_id = o.task_run_id and other.dispatch_id = o.dispatch_id and other.parked_at is null limit 1));
     get diagnostics v_swept = row_count;
     return v_swept;
 end

@@ -1,0 +1,120 @@
+"""redispatch_lost and redispatch: what the broker forgot is published again, under the same dispatch id."""
+
+import pytest
+
+from tests.sql.helpers import Engine, task
+
+
+def publish(engine: Engine) -> int:
+    query = "select flowforge.mark_published(array_agg(f.outbox_id)) from flowforge.fetch_outbox(1000) f"
+    marked: int = engine.value(query)
+    return marked
+
+
+def test_a_message_unclaimed_for_too_long_is_published_again(engine: Engine) -> None:
+    """HD-15: with the same dispatch id, and no attempt is used up."""
+    run_id = engine.start(task("a"))
+    publish(engine)
+    engine.advance("29 s")
+    assert engine.call("redispatch_lost") == 0
+    engine.advance("1 s")
+    assert engine.call("redispatch_lost") == 1
+    first, second = engine.messages()
+    assert (second.dispatch_id, second.published_at) == (first.dispatch_id, None)
+    row = engine.task_run(run_id, "a")
+    assert (row.attempt, row.redispatches, row.fencing_token) == (1, 1, 0)
+    assert [engine.claim(order).outcome for order in (second, first)] == ["claimed", "running"]
+
+
+def test_the_delay_doubles_up_to_a_cap(engine: Engine) -> None:
+    engine.start(task("a"))
+    gaps = []
+    for _ in range(8):
+        publish(engine)
+        gap = 0
+        while not engine.call("redispatch_lost"):
+            engine.advance("10 s")
+            gap += 10
+        gaps.append(gap)
+    assert gaps == [30, 60, 120, 240, 480, 960, 960, 960]
+
+
+def test_what_is_still_to_be_published_is_not_lost(engine: Engine) -> None:
+    """A broker that is away for an hour must not find the same order many times."""
+    engine.start(task("a"), task("b"))
+    engine.call("mark_refused", [engine.messages()[0].outbox_id], ["nacked"])
+    for _ in range(10):
+        engine.advance("1 hour")
+        assert engine.call("redispatch_lost") == 0
+    assert len(engine.messages()) == 2
+
+
+def test_what_was_published_only_lately_is_not_lost(engine: Engine) -> None:
+    engine.start(task("a"))
+    engine.advance("1 hour")  # the broker was away
+    publish(engine)
+    assert engine.call("redispatch_lost") == 0
+    engine.advance("29 s")
+    assert engine.call("redispatch_lost") == 0
+    engine.advance("1 s")
+    assert engine.call("redispatch_lost") == 1
+
+
+def test_ready_without_any_order_is_armed(engine: Engine) -> None:
+    run_id = engine.start(task("a"))
+    engine.rows("delete from flowforge.outbox")
+    engine.advance("30 s")
+    assert engine.call("redispatch_lost") == 1
+    assert engine.messages()[0].dispatch_id == engine.task_run(run_id, "a").dispatch_id
+
+
+def test_a_full_window_that_drains_slowly_is_given_time(engine: Engine) -> None:
+    """Else slow workers mean a needless message for every few claims."""
+    engine.define(*(task(f"t{i}") for i in range(300)))
+    engine.call("configure_queue", "default", redispatch_delay="5 s", window_size=100)
+    engine.trigger()
+    engine.schedule()
+    for _ in range(12):  # two claims a second
+        publish(engine)
+        engine.advance("5 s")
+        for claim in engine.claim_next(10):
+            engine.finish(claim)
+        engine.schedule()
+    pace = engine.value("select drain_rate from flowforge.queue_status")
+    assert 1.5 < pace < 2.5
+    look_again = "update flowforge.task_run set redispatch_at = ready_at + '5 s' where state = 'ready'"
+    for interval, lost in [("4 s", 0), ("2 s", 10)]:  # the window of 100 takes 50 s to drain
+        engine.rows(look_again)
+        engine.advance(interval)
+        assert engine.call("redispatch_lost") == lost
+
+
+def test_an_operator_arms_a_whole_queue_at_once(engine: Engine) -> None:
+    engine.start(task("a", queue="q"), task("b", queue="q"), task("c"))
+    publish(engine)
+    assert engine.call("redispatch", "q") == 2
+    old, new = engine.messages()[:3], engine.messages()[3:]
+    assert {order.dispatch_id for order in new} == {order.dispatch_id for order in old if order.queue == "q"}
+    assert engine.call("redispatch", "q") == 2  # armed already: an unpublished order serves
+    assert len(engine.messages()) == 5
+
+
+def test_redispatch_leaves_what_runs_or_waits(engine: Engine) -> None:
+    engine.start(task("a"), task("b", "a"))
+    engine.claim_one()
+    with engine.changes_nothing():
+        assert engine.call("redispatch", "default") == 0
+        assert engine.call("redispatch_lost") == 0
+
+
+def test_no_more_than_asked(engine: Engine) -> None:
+    engine.start(*(task(f"t{i}") for i in range(5)))
+    publish(engine)
+    engine.advance("30 s")
+    assert [engine.call("redispatch_lost", 2) for _ in range(4)] == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("queue", [None, "", "nowhere"])
+def test_an_unknown_queue_is_refused(engine: Engine, queue: str | None) -> None:
+    with engine.refuses("WF002"):
+        engine.call("redispatch", queue)

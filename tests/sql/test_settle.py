@@ -1,0 +1,173 @@
+"""settle_finished: counting what has finished, and ending runs, once."""
+
+import pytest
+
+from tests.sql.helpers import Engine, failing, nothing, task
+
+
+def test_a_finish_touches_nothing_but_its_own_row(engine: Engine) -> None:
+    run_id = engine.start(task("a"), task("b", "a"))
+    engine.work()
+    run = engine.row("select * from flowforge.run")
+    assert (engine.task_run(run_id, "a").stage, engine.task_run(run_id, "b").unmet) == ("unsettled", 1)
+    assert (run.unsettled, run.finished_at) == (2, None)
+    assert engine.call("settle_finished") == 1
+    assert engine.value("select unsettled from flowforge.run") == 1
+    assert (engine.task_run(run_id, "a").stage, engine.task_run(run_id, "b").stage) == ("settled", "eligible")
+    with engine.changes_nothing():
+        assert engine.call("settle_finished") == 0
+
+
+def test_a_wide_join_waits_for_the_last_of_its_upstreams(engine: Engine) -> None:
+    names = [f"t{i}" for i in range(300)]
+    engine.define(*map(task, names), task("join", *names))
+    run_id = engine.trigger()
+    engine.call("configure_queue", "default", window_size=300)
+    engine.schedule()
+    claims = engine.claim_next()
+    for size in (1, 150, 148):
+        engine.finish_all([claims.pop() for _ in range(size)])
+        engine.schedule()
+        join = engine.task_run(run_id, "join")
+        assert (join.state, join.unmet) == ("pending", len(claims))
+    engine.finish_all(claims)
+    engine.schedule()
+    assert engine.task_run(run_id, "join").state == "ready"
+
+
+def test_a_bounded_call_settles_no_more_than_it_is_told(engine: Engine) -> None:
+    """Level by level: what does not fit stays unsettled and comes with the next call."""
+    run_id = engine.start(
+        task("a"), *(task(f"s{i}", "a") for i in range(4)), task("z", "s0", "s1", "s2", "s3")
+    )
+    engine.work(failing("a"))
+    counts = []
+    while count := engine.call("settle_finished", 2):
+        counts.append(count)
+        assert not engine.rows("select * from flowforge.violations()")
+    assert counts == [2, 2, 2]
+    assert engine.run_state(run_id) == "failed"
+
+
+def test_several_runs_at_once(engine: Engine) -> None:
+    engine.define(task("a"), task("b", "a"))
+    runs = [engine.trigger() for _ in range(20)]
+    engine.schedule()
+    engine.work()
+    assert engine.call("settle_finished", 7) == 7
+    assert engine.call("settle_finished") == 13
+    engine.drive()
+    assert {engine.run_state(run) for run in runs} == {"succeeded"}
+
+
+@pytest.mark.parametrize(
+    ("failed", "state"), [((), "succeeded"), (("b",), "failed"), (("a",), "failed"), (("d",), "failed")]
+)
+def test_a_run_ends_when_everything_is_settled(engine: Engine, failed: tuple[str, ...], state: str) -> None:
+    run_id = engine.start(task("a"), task("b", "a"), task("c", "a"), task("d", "b", "c", when="all_done"))
+    while engine.run_state(run_id) == "running":
+        assert engine.value("select finished_at from flowforge.run") is None
+        engine.work(failing(*failed))
+        engine.call("settle_finished")
+        engine.call("dispatch_ready")
+    assert engine.run_state(run_id) == state
+    run = engine.row("select * from flowforge.run")
+    assert (run.unsettled, run.finished_at) == (0, engine.value("select flowforge._clock()"))
+
+
+def test_a_run_is_decided_once(engine: Engine) -> None:
+    run_id = engine.start(task("a"))
+    engine.drive()
+    engine.advance("1 hour")
+    with engine.changes_nothing():
+        assert engine.call("settle_finished") == 0
+        assert engine.call("cancel_run", run_id) is False
+
+
+def test_the_result_of_a_run(engine: Engine) -> None:
+    run_id = engine.start(task("a"), task("b", "a"), task("c", "a"), task("d", "c"), task("lone"))
+    result = "select * from flowforge.run_result(%s)"
+    early = engine.row(result, run_id)
+    assert (early.state, early.finished_at, early.outputs, early.errors) == ("running", None, None, None)
+    engine.drive(failing("c"))
+    done = engine.row(result, run_id)
+    assert (done.workflow, done.version, done.state) == ("w", 1, "failed")
+    assert (done.outputs, done.errors) == ({"b": "b", "lone": "lone"}, {"c": "c failed"})
+    assert [engine.call("task_output", run_id, name) for name in "abcd"] == ["a", "b", None, None]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("run_result", (None,)),
+        ("run_result", (-1,)),
+        ("task_output", (None, "a")),
+        ("task_output", (-1, "a")),
+        ("task_output", ("run", None)),
+        ("task_output", ("run", "b")),
+    ],
+)
+def test_asking_for_what_is_not_there(engine: Engine, function: str, arguments: tuple[object, ...]) -> None:
+    run_id = engine.start(task("a"))
+    with engine.refuses("WF002"):
+        engine.call(function, *(run_id if each == "run" else each for each in arguments))
+
+
+# Isolation: what locks and then reads needs to see what was committed meanwhile.
+
+NEEDS_READ_COMMITTED = {"settle_finished", "expand_map", "cancel_run", "cancel_leftovers", "retry_run"}
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_only_what_locks_and_then_reads_refuses_another_isolation_level(
+    committing: Engine, level: str
+) -> None:
+    run_id = committing.start(task("a"), task("b"))
+    claim = committing.claim_one()
+    held = (claim.task_run_id, claim.fencing_token)
+    spec = '{"name": "x", "tasks": [{"name": "a"}]}'
+    calls = {
+        "settle_finished": (),
+        "expand_map": (),
+        "cancel_run": (run_id,),
+        "cancel_leftovers": (),
+        "retry_run": (run_id,),
+        "define_workflow": (spec,),
+        "trigger": ("w",),
+        "run_result": (run_id,),
+        "task_output": (run_id, "a"),
+        "dispatch_ready": (),
+        "reap_expired_leases": (),
+        "redispatch_lost": (),
+        "fail_undeliverable": (),
+        "sweep_outbox": (),
+        "fetch_outbox": (10,),
+        "claim_next": (["default"], "w", "00000000-0000-0000-0000-000000000001", "30 s"),
+        "renew_leases": ([held[0]], [held[1]], "30 s"),
+        "assert_lease": held,
+        "report_progress": (*held, 0.5),
+        "finish_task_run": (*held, "succeeded"),
+        "release_task_run": (*held, "shutdown"),
+        "pause_queue": ("default",),
+        "prune": ("0",),
+        "violations": (),
+    }
+    refused = set()
+    for function, arguments in calls.items():
+        with committing.connection.transaction():
+            committing.rows(f"set transaction isolation level {level}")
+            if function in NEEDS_READ_COMMITTED:
+                with committing.refuses("WF008", function, level):
+                    committing.table(function, *arguments)
+                refused.add(function)
+            else:
+                committing.table(function, *arguments)
+    assert refused == NEEDS_READ_COMMITTED
+
+
+def test_nothing_to_do(engine: Engine) -> None:
+    with engine.changes_nothing():
+        assert engine.call("settle_finished") == 0
+        assert engine.call("expand_map") == 0
+        assert engine.call("cancel_leftovers") == 0
+        assert engine.work(nothing) == 0
