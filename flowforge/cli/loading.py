@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from flowforge.errors import ConfigError, FlowForgeError
+from flowforge.errors import ConfigError
 
 if TYPE_CHECKING:
     from flowforge.definition import Workflow
@@ -24,7 +24,7 @@ def load_workflows(places: Iterable[str]) -> list[Workflow]:
     """
     from flowforge.definition import Workflow
 
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - a string is what sys.path holds
+    if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     found: dict[str, Workflow] = {}
     for place in places:
@@ -51,22 +51,23 @@ def _import(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise ConfigError(
-                f"no module {name!r} (no {error.name!r} in {os.getcwd()} or on Python's path): "  # noqa: PTH109
+                f"no module {name!r} (no {error.name!r} in {Path.cwd()} or on Python's path): "
                 "give its dotted name, without .py"
             ) from None
-        raise ConfigError(_blamed(name, error)) from error
-    except FlowForgeError as error:
         raise ConfigError(_blamed(name, error)) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(_blamed(name, error)) from error
 
 
 def _blamed(name: str, error: BaseException) -> str:
-    """What went wrong in the module and where, in one line."""
+    """What went wrong in the module and where, in one line: the innermost place outside this package."""
+    package = str(Path(__file__).parents[1])
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and not frame.filename.startswith(package)
     ]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if len(frames) > 1 else ""
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     return f"module {name} cannot be imported: {place}{type(error).__name__}: {error}"
 
 

@@ -34,10 +34,10 @@ def list_packages(root: Path) -> list[dict[str, str]]:
     packages = []
     for directory, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
-        modules = [name for name in files if name.endswith(".py")]
+        modules = [path for path in (Path(directory) / name for name in files) if _is_module(path)]
         if modules:
             relative = Path(directory).relative_to(root)
-            size = sum((Path(directory) / name).stat().st_size for name in modules)
+            size = sum(path.stat().st_size for path in modules)
             package = {"package": ".".join(relative.parts) or TOP_LEVEL, "path": relative.as_posix()}
             packages.append((-size, relative.as_posix(), package))
     return [package for *_, package in sorted(packages, key=lambda each: each[:2])]
@@ -46,7 +46,7 @@ def list_packages(root: Path) -> list[dict[str, str]]:
 def census_package(root: Path, package: dict[str, str]) -> dict[str, Any]:
     """The figures of the modules that lie directly in one directory.
 
-    A module that Python cannot parse counts its lines and is named under `unparsable`.
+    A module that cannot be parsed counts its lines and is named under `unparsable`.
     """
     _hush_parser()
     sums: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def census_package(root: Path, package: dict[str, str]) -> dict[str, Any]:
     deepest: dict[str, Any] = {"depth": 0, "module": "", "line": 0}
     longest: dict[str, Any] = {"lines": 0, "module": "", "line": 0, "function": ""}
     prefix = "" if package["package"] == TOP_LEVEL else package["package"] + "."
-    for path in sorted((root / package["path"]).glob("*.py")):
+    for path in sorted(filter(_is_module, (root / package["path"]).iterdir())):
         source = path.read_bytes()
         module = prefix + path.stem
         sums["modules"] += 1
@@ -112,6 +112,10 @@ def total(packages: list[dict[str, Any]]) -> dict[str, Any]:
         "deepest": _largest([each["deepest"] for each in packages], "depth"),
         "longest": _largest([each["longest"] for each in packages], "lines"),
     }
+
+
+def _is_module(path: Path) -> bool:
+    return path.suffix == ".py" and path.is_file()  # a link may lead nowhere
 
 
 def _place(module: str, statement: ast.stmt) -> dict[str, Any]:

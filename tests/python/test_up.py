@@ -80,8 +80,8 @@ def command_up(project: Path, *arguments: str) -> Iterator[subprocess.Popen[str]
 
 
 def test_ctrl_c_lets_handlers_finish_and_stops_everything(project: Path) -> None:
-    """The signal goes to the whole foreground group, as a terminal sends it. The result of the handler that was
-    running is in the database, which was there to take it."""
+    """The signal goes to the whole foreground group, as a terminal sends it. The result of the handler that
+    was running is in the database, which was there to take it."""
     with command_up(project) as process:
         below = psutil.Process(process.pid).children(recursive=True)
         dsn = running_dsn(project / "pg")
