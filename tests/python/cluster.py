@@ -1,0 +1,219 @@
+"""The installed daemons as processes of their own on real servers, a witness, and the checks that hold at the
+end of every scenario (G1 to G7 of docs/scenarios.md)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flowforge import Workflow
+from tests.python import scenario_flows
+from tests.services.database import Database
+from tests.services.process import wait_until
+from tests.services.rabbitmq import Broker
+
+PROGRAM = str(Path(sys.executable).with_name("flowforge"))
+FLOWS = "tests.python.scenario_flows"
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class Process:
+    """One daemon as a process. `kill`, `stop` and `signal` are what the scenario does to it."""
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.name, self.log = name, log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, env=environment, cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        self.pid = self._process.pid
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and see it die of that."""
+        self._process.kill()
+        assert self._process.wait(10) == -signal.SIGKILL
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        if self.running():
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(60)
+
+    def wait(self) -> int:
+        """Wait for its own end; the exit code."""
+        return self._process.wait(60)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Its log."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+
+class Cluster:
+    """A database, perhaps a broker, and processes. Leaving the block stops what still runs; a daemon that did
+    not end in order fails the test."""
+
+    def __init__(
+        self, db: Database, directory: Path, broker: Broker | None = None, namespace: str = ""
+    ) -> None:
+        self.db, self.broker, self.namespace, self.directory = db, broker, namespace, directory
+        self._witness = directory / "witness"
+        self._witness.touch()
+        self.processes: list[Process] = []
+        self._connection = db.connect()
+        for workflow in vars(scenario_flows).values():
+            if isinstance(workflow, Workflow):
+                self.value("select version from flowforge.define_workflow(%s)", json.dumps(workflow.spec()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        running = [process for process in self.processes if process.running()]
+        codes = {process.name: process.stop() for process in running}
+        self._connection.close()
+        if error is None:
+            assert set(codes.values()) <= {0}, codes
+        else:
+            for process in self.processes:
+                sys.stderr.write(f"--- {process.name}\n{process.log.read_text()[-4000:]}\n")
+
+    # -- processes
+
+    def start(self, *names: str, **environment: str) -> list[Process]:
+        """Start daemons by name: scheduler, publisher, worker. They log JSON lines, debug included."""
+        started = []
+        for name in names:
+            command = [PROGRAM, name, *([FLOWS] if name == "worker" else [])]
+            number = len(self.processes)
+            settings = {
+                "FLOWFORGE_DATABASE_URL": self.db.dsn,
+                "FLOWFORGE_AMQP_URL": self.broker.url if self.broker else "",
+                "FLOWFORGE_NAMESPACE": self.namespace,
+                "FLOWFORGE_LOG_FORMAT": "json",
+                "FLOWFORGE_LOG_LEVEL": "debug",
+                "FLOWFORGE_HEALTH_FILE": str(self.directory / f"health-{number}"),
+                "FLOWFORGE_TEST_WITNESS": str(self._witness),
+                "FLOWFORGE_POLL_INTERVAL": "0.2",
+                "FLOWFORGE_REAP_INTERVAL": "0.1",
+                "FLOWFORGE_RECOVER_INTERVAL": "0.1",
+                "FLOWFORGE_GRACE": "5",
+                "FLOWFORGE_LEASE": "20",
+                "PYTHONFAULTHANDLER": "1",
+            }
+            log = self.directory / f"log-{number}-{name}"
+            process = Process(f"{name} {number}", command, {**os.environ, **settings, **environment}, log)
+            self.processes.append(process)
+            started.append(process)
+        return started
+
+    def daemons(self, workers: int = 2, **environment: str) -> list[Process]:
+        """Everything: a scheduler, a publisher where there is a broker, and workers."""
+        publisher = ["publisher"] if self.broker else []
+        return self.start("scheduler", *publisher, *["worker"] * workers, **environment)
+
+    # -- SQL
+
+    def rows(self, query: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query.encode(), parameters).fetchall()
+
+    def value(self, query: str, *parameters: Any) -> Any:
+        return self.rows(query, *parameters)[0][0]
+
+    def execute(self, query: str, *parameters: Any) -> None:
+        self._connection.execute(query.encode(), parameters)
+
+    def trigger(self, workflow: str, value: Any = None, **more: Any) -> int:
+        names = "".join(f", {name} => %s" for name in more)
+        query = f"select flowforge.trigger(%s, %s::jsonb{names})"
+        return int(self.value(query, workflow, json.dumps(value or {}), *more.values()))
+
+    def trigger_many(self, workflow: str, values: list[Any]) -> list[int]:
+        query = "select flowforge.trigger_many(%s, %s::text[]::jsonb[])"
+        return list(self.value(query, workflow, [json.dumps(value) for value in values]))
+
+    def task(self, run: int, name: str) -> dict[str, Any]:
+        """A task run's whole row, its own row if it is a map."""
+        found: dict[str, Any] = self.value(
+            "select to_jsonb(tr) from flowforge.task_run tr join flowforge.task t using (task_id)"
+            " where tr.run_id = %s and t.name = %s and tr.map_index is null",
+            run, name,
+        )  # fmt: skip
+        return found
+
+    def states(self, run: int) -> dict[str, str]:
+        query = """
+            select t.name, tr.state::text from flowforge.task_run tr join flowforge.task t using (task_id)
+            where tr.run_id = %s and tr.map_index is null
+        """
+        return dict(self.rows(query, run))
+
+    def run_state(self, run: int) -> str:
+        return str(self.value("select state::text from flowforge.run where run_id = %s", run))
+
+    def wait_ended(self, *runs: int, timeout: float = 90) -> list[str]:
+        """Wait until the runs have ended, all when none is named; their states."""
+        some = list(runs) or [run for (run,) in self.rows("select run_id from flowforge.run")]
+        query = "select count(*) from flowforge.run where run_id = any(%s) and finished_at is null"
+        wait_until(lambda: self.value(query, some) == 0, "the end of the runs", timeout)
+        return [self.run_state(run) for run in some]
+
+    def wait_task(self, run: int, name: str, state: str) -> dict[str, Any]:
+        wait_until(lambda: self.task(run, name)["state"] == state, f"task {name} {state}")
+        return self.task(run, name)
+
+    # -- what happened
+
+    def executions(self, event: str = "start") -> list[dict[str, Any]]:
+        """What the handlers told the witness."""
+        found = [json.loads(line) for line in self._witness.read_text().splitlines()]
+        return [entry for entry in found if entry["event"] == event]
+
+    def queue(self, name: str = "default") -> str:
+        """The broker's name of a work queue."""
+        return f"{self.namespace}.flowforge.{name}" if self.namespace else f"flowforge.{name}"
+
+    def check(self) -> None:
+        """G1 to G6: the invariants in the tables, and what the witness saw against what was accepted."""
+        violations = self.rows("select * from flowforge.violations()")
+        assert not violations, violations
+        tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for entry in self.executions():
+            tokens[entry["task_run"], entry["attempt"]].append(entry["token"])
+        accepted = self.rows(
+            """
+            select task_run_id, attempt, fencing_token from flowforge.task_run
+            where state = 'succeeded' and fencing_token > 0
+            union
+            select task_run_id, attempt, fencing_token from flowforge.attempt where answered
+            """
+        )
+        per_attempt = Counter((task_run, attempt) for task_run, attempt, _ in accepted)
+        assert set(per_attempt.values()) <= {1}, "G5: two accepted finishes of one attempt"
+        for task_run, attempt, token in accepted:
+            seen = tokens[task_run, attempt]
+            assert seen, f"G5: task run {task_run} attempt {attempt} was accepted and never executed"
+            assert token == max(seen), f"G5: {task_run}: accepted under {token}, handed out were {seen}"
+        for (task_run, attempt), seen in tokens.items():
+            assert len(set(seen)) == len(seen), f"one token of task run {task_run} was executed twice: {seen}"
+            now = self.rows(
+                "select attempt, fencing_token from flowforge.task_run where task_run_id = %s", task_run
+            )
+            assert now[0] >= (attempt, max(seen)), f"G6: task run {task_run} went back"
+        assert not self.deadlocks(), "the server's log tells of a deadlock"
+
+    def deadlocks(self) -> list[str]:
+        return [line for line in self.db.server.log_of(self.db.name) if "deadlock detected" in line]

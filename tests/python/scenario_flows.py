@@ -1,0 +1,83 @@
+"""Workflows of the scenarios. Each handler tells a witness, a file outside the engine, what it executes, then
+does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "until": file, "output": …}.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from flowforge import Context, Retry, Workflow
+
+
+def _tell(ctx: Context, event: str) -> None:
+    line = json.dumps(
+        {
+            "event": event,
+            "task_run": ctx.task_run_id,
+            "task": ctx.task,
+            "attempt": ctx.attempt,
+            "token": ctx.fencing_token,
+            "dispatch": str(ctx.dispatch_id),
+            "pid": os.getpid(),
+            "at": time.time(),
+        }
+    )
+    # One write of less than a page to a file opened for appending: lines of several processes do not mix.
+    with open(os.environ["FLOWFORGE_TEST_WITNESS"], "ab", buffering=0) as witness:  # noqa: PTH123
+        witness.write(line.encode() + b"\n")
+
+
+def act(ctx: Context) -> Any:
+    """What every handler does."""
+    _tell(ctx, "start")
+    asked = (ctx.input or {}).get(ctx.task, {})
+    deadline = time.monotonic() + asked.get("sleep", 0)
+    while time.monotonic() < deadline or ("until" in asked and not Path(asked["until"]).exists()):
+        ctx.check_cancelled()
+        time.sleep(0.02)
+    if "exit" in asked:
+        os._exit(asked["exit"])
+    if asked.get("fail") is True or ("fail" in asked and Path(str(asked["fail"])).exists()):
+        raise RuntimeError("asked to fail")
+    _tell(ctx, "end")
+    return unstorable(asked["output"]) if "output" in asked else ctx.attempt
+
+
+def unstorable(kind: Any) -> Any:
+    """Values that JSON or PostgreSQL cannot keep, by name; anything else as it is."""
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    return {
+        "nul": "a\0b",
+        "surrogate": "\ud800",
+        "nan": float("nan"),
+        "bytes": b"x",
+        "deep": deep,
+        "big": 2**70,
+    }.get(kind, kind)
+
+
+def _define(name: str, **tasks: list[str]) -> Workflow:
+    workflow = Workflow(name)
+    for task, after in tasks.items():
+        workflow.task(act, name=task, after=after)
+    return workflow
+
+
+one = _define("one", work=[])
+chain = _define("chain", a=[], b=["a"], c=["b"])
+diamond = _define("diamond", a=[], b=["a"], c=["a"], d=["b", "c"])
+wide = _define("wide", a=[], **{f"b{n}": ["a"] for n in range(20)}, d=[f"b{n}" for n in range(20)])
+forty = _define("forty", **{f"t{n}": [] for n in range(40)})
+clearable = _define("clearable", a=[], b=["a"], c=["a"], d=["b", "c"], e=["d"])
+
+mixed = Workflow("mixed")
+mixed.task(act, name="a")
+mixed.task(act, name="flaky", after=["a"], retry=Retry(max_attempts=3, delay=0.05))
+mixed.task(act, name="broken", after=["a"])
+mixed.task(act, name="rescue", after=["broken"], when="any_failed")
+mixed.task(act, name="skipped", after=["broken"])
+mixed.task(act, name="end", after=["flaky", "rescue", "skipped"], when="all_done")
