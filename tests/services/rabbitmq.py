@@ -204,6 +204,8 @@ class RabbitServer(Broker):
             capture_output=True,
             text=True,
             check=False,
+            timeout=60,
+            start_new_session=True,  # Erlang answers Ctrl-C with a menu, and waits for a choice
         )
         if done.returncode:
             raise RuntimeError(f"rabbitmqctl {' '.join(arguments)}: {done.stdout}{done.stderr}")
