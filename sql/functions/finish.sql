@@ -107,6 +107,13 @@ begin
     perform flowforge._check_batch('finish_task_runs', array[
         cardinality(finish_task_runs.task_run_ids), cardinality(finish_task_runs.fencing_tokens), cardinality(finish_task_runs.outcomes),
         cardinality(finish_task_runs.outputs), cardinality(finish_task_runs.errors), cardinality(finish_task_runs.retryables)]);
+    -- They are read by position, so each must count from 1, in one dimension.
+    if format('[1:%s]', cardinality(finish_task_runs.task_run_ids)) <> any (array[
+        array_dims(finish_task_runs.task_run_ids), array_dims(finish_task_runs.fencing_tokens), array_dims(finish_task_runs.outcomes),
+        array_dims(finish_task_runs.outputs), array_dims(finish_task_runs.errors), array_dims(finish_task_runs.retryables)])
+    then
+        raise exception using errcode = 'WF001', message = 'finish: the arrays must have one dimension, counted from 1';
+    end if;
     if array_position(finish_task_runs.task_run_ids, null) is not null or array_position(finish_task_runs.fencing_tokens, null) is not null
         or array_position(finish_task_runs.retryables, null) is not null
     then

@@ -135,8 +135,12 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if trigger_many.inputs is null or array_ndims(trigger_many.inputs) > 1 or array_ndims(trigger_many.idempotency_keys) > 1 then
-        raise exception using errcode = 'WF001', message = 'inputs must be an array of JSON values, idempotency_keys one of texts or null';
+    if trigger_many.inputs is null
+        or format('[1:%s]', cardinality(trigger_many.inputs)) <> array_dims(trigger_many.inputs)
+        or format('[1:%s]', cardinality(trigger_many.idempotency_keys)) <> array_dims(trigger_many.idempotency_keys)
+    then
+        raise exception using errcode = 'WF001',
+            message = 'inputs must be an array of JSON values, idempotency_keys one of texts or null, each of one dimension, counted from 1';
     end if;
     if cardinality(trigger_many.inputs) <> cardinality(trigger_many.idempotency_keys) then
         raise exception using errcode = 'WF001', message = format('there are %s inputs but %s idempotency_keys',
