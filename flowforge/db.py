@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
-from psycopg import conninfo, sql
+from psycopg import conninfo
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps
 
@@ -89,10 +89,8 @@ def call(
 
     `query` must be a single statement with %s placeholders, `lock_timeout` is in seconds. The placeholders
     are filled in by the client, so arrays and jsonb need a cast in the statement (%s::bigint[])."""
-    head = "set transaction isolation level read committed; "
-    head += f"set local lock_timeout = {round(lock_timeout * 1000)}; "
     with psycopg.ClientCursor(conn) as cursor:
-        cursor.execute(head + query, params or None)
+        cursor.execute(_head(lock_timeout) + query, params or None)
         while cursor.nextset():
             pass
         return cursor.fetchall() if cursor.description else []
@@ -101,10 +99,23 @@ def call(
 @contextmanager
 def begin(conn: Connection, *, lock_timeout: float = 5.0) -> Generator[Connection]:
     """A READ COMMITTED transaction with a lock time-out in seconds; commits at the end of the block, or rolls
-    back."""
-    with conn.transaction():
-        conn.execute(sql.SQL("set local lock_timeout = {}").format(round(lock_timeout * 1000)))
+    back. It begins in one round trip."""
+    # Several statements cannot be prepared.
+    conn.execute(f"begin; {_head(lock_timeout)}".encode(), prepare=False)
+    try:
         yield conn
+    except BaseException:
+        with suppress(psycopg.Error):
+            conn.execute("rollback")
+        raise
+    conn.execute("commit")
+
+
+def _head(lock_timeout: float) -> str:
+    return (
+        "set transaction isolation level read committed; "
+        f"set local lock_timeout = {round(lock_timeout * 1000)}; "
+    )
 
 
 def json_text(value: Any) -> str:

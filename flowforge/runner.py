@@ -315,6 +315,10 @@ def run(daemon: Daemon, config: Config, *, stop: Stop | None = None, health: Hea
         log.of(daemon.name).error(str(exc))
         health.report("failed", str(exc))
         return exit_code(exc)
+    except Exception as exc:  # noqa: BLE001 -- a mistake in the program must be told as well, in a thread too
+        log.of(daemon.name).exception("unforeseen error")
+        health.report("failed", f"{type(exc).__name__}: {exc}")
+        return EXIT_ERROR
     finally:
         loop.close()
     if stop.immediate:

@@ -64,7 +64,7 @@ class Client(threading.Thread):
         self._loop = IOLoop()
         self._connection: pika.SelectConnection | None = None
         self._waiting: dict[Any, Resume] = {}
-        self._backoff = Backoff()
+        self._backoff = Backoff(cap=5.0)
         self._turn = 0
         self._changed = threading.Condition()
         self._was_connected = False
@@ -319,11 +319,10 @@ class Client(threading.Thread):
 
 def cause(exc: BaseException) -> str:
     """What pika's exception says, in one line; it nests the cause in wrappers whose own text is empty."""
-    inner = getattr(exc, "exception", None) or next(
-        (arg for arg in exc.args if isinstance(arg, BaseException)), None
-    )
-    if isinstance(inner, BaseException):
-        return cause(inner)
+    inner = [getattr(exc, "exception", None), *getattr(exc, "exceptions", ()), *exc.args]
+    wrapped = [each for each in inner if isinstance(each, BaseException)]
+    if wrapped:
+        return cause(wrapped[-1])
     return f"{type(exc).__name__}: {exc}".strip(": ").replace("\n", " ")
 
 

@@ -95,6 +95,7 @@ class PublishChannel(Client):
         self._keys: dict[tuple[str, str], _Sent] = {}
         self._deferred: dict[tuple[str, str], deque[tuple[_Batch, int]]] = {}
         self._one_by_one = False
+        self._slow: set[str] = set()  # queues that lately did not confirm in time
 
     def undeclared(self, queues: Iterable[str]) -> set[str]:
         """Those of `queues` that `ensure` has to be called for before publishing to them."""
@@ -181,7 +182,7 @@ class PublishChannel(Client):
         self._pending.extend(
             (batch, index) for index, outcome in enumerate(batch.outcomes) if outcome is None
         )
-        timer = self._loop.call_later(timeout, functools.partial(self._give_up, batch, "no confirm in time"))
+        timer = self._loop.call_later(timeout, functools.partial(self._late, batch, timeout))
         batch.at_the_end = functools.partial(self._loop.remove_timeout, timer)
         self._pump()
 
@@ -233,18 +234,27 @@ class PublishChannel(Client):
         sent = self._sent.pop(tag)
         del self._keys[sent.key]
         sent.batch.settle(sent.index, outcome)
+        self._slow.discard(sent.key[1])
         self._pending.extendleft(self._deferred.pop(sent.key, ()))
 
-    def _give_up(self, batch: _Batch, reason: str) -> None:
-        """Answer unknown for what is still open of `batch`."""
-        if batch.done.is_set():
+    def _late(self, batch: _Batch, seconds: float) -> None:
+        """The time for `batch` is over. A quorum queue without a leader confirms nothing, and the broker
+        holds up whatever follows on the same channel. So what is open is refused for now, the next try has a
+        fresh connection, and the queues concerned come last in it."""
+        if self.state != "connected":
+            self._answer(batch, Outcome("unknown", f"no confirm within {seconds:g} s"))
             return
-        for index, outcome in enumerate(batch.outcomes):
-            if outcome is None:
-                batch.settle(index, Outcome("unknown", reason))
-        if self.state == "connected":
-            # Confirms that are late already would blur the next batch: start anew on a fresh connection.
-            self._abort(reason)
+        self._slow |= {
+            batch.messages[index].queue for index, known in enumerate(batch.outcomes) if known is None
+        }
+        self._answer(batch, Outcome("refused", f"no confirm within {seconds:g} s"))
+        self._abort("confirms are missing")
+
+    def _answer(self, batch: _Batch, outcome: Outcome) -> None:
+        """Answer `outcome` for all that is still open."""
+        for index, known in enumerate(batch.outcomes):
+            if known is None:
+                batch.settle(index, outcome)
 
     def _blocked(self) -> None:
         super()._blocked()
@@ -254,7 +264,7 @@ class PublishChannel(Client):
     def _still_blocked(self, batch: _Batch) -> None:
         # The connection is kept, because only it is told when the alarm ends.
         if self.state == "blocked":
-            self._give_up(batch, "the broker is blocked")
+            self._answer(batch, Outcome("unknown", "the broker is blocked"))
 
     def _unblocked(self) -> None:
         super()._unblocked()

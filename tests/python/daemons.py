@@ -93,7 +93,7 @@ class Flow:
         self.conn.close()
 
     def value(self, query: str, *params: Any) -> Any:
-        row = self.conn.execute(query.encode(), params).fetchone()
+        row = self.conn.execute(query.encode(), params or None).fetchone()
         assert row is not None
         return row[0]
 

@@ -71,6 +71,15 @@ def test_a_call_is_read_committed_with_a_lock_timeout_of_its_own(
     assert database.call(conn, "select %s::bigint[], %s", [[1, 2], "it's %s"]) == [([1, 2], "it's %s")]
     with database.begin(conn, lock_timeout=2) as tx:
         assert tx.execute(settings).fetchall() == [("read committed", "2s")]
+
+    def fail() -> None:
+        with database.begin(conn) as tx:
+            tx.execute("create table t ()")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert conn.execute("select to_regclass('t')").fetchall() == [(None,)]
     # Nothing of it stays in the session, which behind a pooler may be somebody else's next.
     assert conn.execute("show lock_timeout").fetchall() == [("0",)]
     with db.connect() as other, other.transaction():

@@ -341,6 +341,20 @@ def test_a_misconfigured_broker_ends_the_daemon(
     ]
 
 
+def test_a_mistake_in_the_program_ends_the_daemon_with_its_traceback(
+    config: Config, written: Callable[[], list[dict[str, object]]]
+) -> None:
+    def fail(_: database.Connection) -> int:
+        raise KeyError("mistake")
+
+    running = Running(Probe(fail), config)
+    with running:
+        running.join()
+    assert running.code == runner.EXIT_ERROR
+    assert running.health.state == "failed"
+    assert [line for line in written() if "KeyError: 'mistake'" in str(line.get("traceback"))]
+
+
 def test_the_exit_code_tells_the_kind_of_mistake() -> None:
     assert runner.exit_code(ConfigError("x")) == runner.EXIT_CONFIG
     assert runner.exit_code(BrokerMisconfigured("x")) == runner.EXIT_BROKER
