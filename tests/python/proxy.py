@@ -1,4 +1,4 @@
-"""A TCP proxy in front of PostgreSQL that can stop forwarding without closing, or swallow notifications."""
+"""A TCP proxy in front of PostgreSQL that can stop forwarding without closing, or behave as a pooler does."""
 
 import select
 import socket
@@ -10,12 +10,13 @@ class Proxy:
     """Forwards 127.0.0.1:`port` to a server; a context manager.
 
     `stalled` stops all forwarding while both sides stay connected, as on a path that went dead without a FIN.
-    `deaf` drops the server's notifications, as a pooler in transaction mode does.
+    `pooled` does with notifications as a pooler in transaction mode: only those that arrive while the
+    client's own query is under way reach it. The process id it tells the client is not the server's either.
     """
 
-    def __init__(self, target_port: int, *, deaf: bool = False) -> None:
+    def __init__(self, target_port: int, *, pooled: bool = False) -> None:
         self.stalled = False
-        self._target_port, self._deaf = target_port, deaf
+        self._target_port, self._pooled = target_port, pooled
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
@@ -48,7 +49,7 @@ class Proxy:
             thread.start()
 
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
-        buffer = b""
+        answers = _Answers()
         while not self._ended.is_set():
             ready, _, _ = select.select([client, server], [], [], 0.05)
             if self.stalled:
@@ -58,24 +59,33 @@ class Proxy:
                 with suppress(OSError):
                     if data := source.recv(65536):
                         if source is client:
+                            answers.busy = True
                             server.sendall(data)
-                            continue
-                        buffer += data
-                        kept, buffer = self._messages(buffer)
-                        client.sendall(kept)
+                        else:
+                            client.sendall(answers.pass_on(data) if self._pooled else data)
                         continue
                 for each in (client, server):
                     with suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
                 return
 
-    def _messages(self, data: bytes) -> tuple[bytes, bytes]:
-        """What to pass on of the server's messages, and the incomplete rest."""
-        if not self._deaf:
-            return data, b""
+
+class _Answers:
+    """The server's messages on one connection, as a pooler passes them on."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self._data = b""
+
+    def pass_on(self, data: bytes) -> bytes:
+        self._data += data
         kept = b""
-        while len(data) >= 5 and len(data) > (length := int.from_bytes(data[1:5])):
-            if data[:1] != b"A":
-                kept += data[: length + 1]
-            data = data[length + 1 :]
-        return kept, data
+        while len(self._data) >= 5 and len(self._data) > (length := int.from_bytes(self._data[1:5])):
+            message, self._data = self._data[: length + 1], self._data[length + 1 :]
+            if message[:1] == b"K":
+                message = message[:5] + (1).to_bytes(4) + message[9:]
+            if message[:1] != b"A" or self.busy:
+                kept += message
+            if message[:1] == b"Z":
+                self.busy = False
+        return kept

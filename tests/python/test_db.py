@@ -334,7 +334,7 @@ def test_a_listener_on_a_dead_path_is_replaced(db: Database, woken: threading.Se
 def test_where_notifications_never_arrive_one_warning_is_given_and_polling_is_left(
     db: Database, woken: threading.Semaphore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Proxy(db.server.port, deaf=True) as proxy:
+    with Proxy(db.server.port, pooled=True) as proxy:
         dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable"
         listener = Listener(dsn, ["one"], woken.release, name="test")
         listener.start()
