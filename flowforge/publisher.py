@@ -51,7 +51,7 @@ class Publisher(Daemon):
         self._channel.close()
 
     def tick(self, conn: db.Connection) -> int:
-        self._channel.wait_ready(10.0)
+        self._channel.wait_ready(1.0)
         self._channel.check()
         if self._new_connection:
             self._declare(conn, [row[0] for row in self._call(conn, "select flowforge.queue_names()")])

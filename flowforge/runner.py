@@ -122,7 +122,7 @@ def signals(stop: Stop) -> Generator[Stop]:
 
 class Health:
     """The state of one daemon, kept in memory and, when a path is given, in a file that a health check can
-    read.
+    read. Raises ConfigError when that file cannot be written.
 
     States: starting, ok, no database, no broker, blocked, error, stopping, failed. Thread-safe.
     """
@@ -138,7 +138,10 @@ class Health:
             "detail": "",
             "last_tick": None,
         }
-        self.beat(force=True)
+        try:
+            self._write()
+        except OSError as exc:
+            raise ConfigError(f"FLOWFORGE_HEALTH_FILE: cannot write {path}: {exc.strerror}") from None
 
     @property
     def state(self) -> str:
@@ -159,13 +162,18 @@ class Health:
 
     def beat(self, *, force: bool = False) -> None:
         """Write the file if it is older than a second. Call it every few seconds while alive."""
-        now = time.time()
-        if self._path is None or (now - self._written < 1 and not force):
+        if time.time() - self._written >= 1 or force:
+            # A full disk is no reason to stop working; whoever reads the file sees that it has grown old.
+            with suppress(OSError):
+                self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
             return
         with self._lock:
-            self._written = now
+            self._written = time.time()
             draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            draft.write_text(json.dumps(self._state | {"written": now}))
+            draft.write_text(json.dumps(self._state | {"written": self._written}))
             draft.replace(self._path)
 
 
@@ -307,7 +315,12 @@ def run(daemon: Daemon, config: Config, *, stop: Stop | None = None, health: Hea
     if stop is None:
         with signals(Stop()) as own:
             return run(daemon, config, stop=own, health=health)
-    health = health or Health(daemon.name, config.health_file)
+    try:
+        health = health or Health(daemon.name, config.health_file)
+    except ConfigError as exc:
+        log.of(daemon.name).error(str(exc))
+        daemon.close()
+        return exit_code(exc)
     loop = _Loop(daemon, config, stop, health)
     try:
         loop.run()

@@ -1,6 +1,7 @@
 """The broker's two connections: each message is judged by itself; nothing that the broker does hangs them."""
 
 import queue
+import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -274,6 +275,21 @@ def test_urls_are_tried_in_turn(
 
     wait_until(connected, "the second URL")
     assert any("no connection to amqp://a:***@127.0.0.1" in each for each in errors)
+
+
+def test_a_server_that_never_answers_keeps_nobody_from_stopping(
+    config: Config, opened: Callable[[Any], Any]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        channel: PublishChannel = opened(
+            PublishChannel(config.replace(amqp_urls=(f"amqp://127.0.0.1:{port}",)))
+        )
+        accepted, _ = silent.accept()
+        with accepted, pytest.raises(BrokerUnavailable, match="not connected to the broker yet"):
+            channel.check()
+        channel.close()
+        assert not channel.is_alive()
 
 
 def test_a_blocked_broker_is_reported_in_time_and_then_everything_arrives(

@@ -408,6 +408,17 @@ def test_the_health_file_says_how_the_daemon_is(config: Config, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_health_file_that_cannot_be_written_ends_the_start(
+    config: Config, tmp_path: Path, written: Callable[[], list[dict[str, object]]]
+) -> None:
+    probe = Probe()
+    code = runner.run(probe, config.replace(health_file=str(tmp_path / "no/such/folder")), stop=Stop())
+    assert code == runner.EXIT_CONFIG
+    assert probe.closed
+    ((event),) = [str(line["event"]) for line in written()]
+    assert event.startswith(f"FLOWFORGE_HEALTH_FILE: cannot write {tmp_path}/no/such/folder: No such file")
+
+
 def test_a_silent_daemon_is_not_well(tmp_path: Path) -> None:
     path = tmp_path / "health"
     health = Health("probe", path)
