@@ -43,8 +43,10 @@ declare
 begin
     select tr.output into v_output
     from flowforge.run r
-    join flowforge.task t on t.workflow_version_id = r.workflow_version_id and t.name = task_output.task
-    join flowforge.task_run tr on tr.run_id = r.run_id and tr.task_id = t.task_id and tr.map_index is null
+    cross join lateral (select t.task_id from flowforge.task t
+        where t.workflow_version_id = r.workflow_version_id and t.name = task_output.task limit 1) t
+    cross join lateral (select tr.output from flowforge.task_run tr
+        where tr.run_id = r.run_id and tr.task_id = t.task_id and tr.map_index is null limit 1) tr
     where r.run_id = task_output.run_id;
     if not found then
         raise exception using errcode = 'WF002',

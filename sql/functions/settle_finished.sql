@@ -29,7 +29,7 @@ begin
     end if;
     update flowforge.task_run tr
     set state = case when v_error is null then 'succeeded' else 'failed' end::flowforge.task_run_state, stage = 'unsettled',
-        finished_at = p_now, error = v_error,
+        finished_at = p_now, unmet = 0, error = v_error,
         output = case when v_error is null then (
             select jsonb_agg(e.output order by e.map_index) from flowforge.task_run e
             where e.run_id = v_own.run_id and e.task_id = v_own.task_id and e.map_index >= 0 and e.generation = v_own.generation) end
@@ -76,7 +76,7 @@ begin
         cross join lateral (select uo.state from flowforge.task_run uo
             where uo.run_id = tr.run_id and uo.task_id = d.upstream_task_id and uo.map_index is null limit 1) u
         where d.task_id = tr.task_id and tr.map_count is null) j
-    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'pending' and tr.unmet = 0;
+    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'pending';
 
     with judged as (
         update flowforge.task_run tr
@@ -86,8 +86,9 @@ begin
                     when (select t.map_task_id from flowforge.task t where t.task_id = tr.task_id) is not null and tr.map_index is null then 'expand'
                     when tr.available_at > p_now then 'delayed' else 'eligible' end::flowforge.task_run_stage,
                 case when not n.runs_on then p_now end
-            from (select v_runs_on[flowforge._position(v_ids, tr.task_run_id)] as runs_on) n)
-        where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0
+            from (select v_runs_on[flowforge._position(v_ids, tr.task_run_id)] as runs_on) n),
+            unmet = 0
+        where tr.task_run_id = any (v_ids) and tr.state = 'pending'
         returning tr.task_run_id, tr.state
     )
     select coalesce(array_agg(j.task_run_id) filter (where j.state = 'skipped'), '{}') into v_skipped from judged j;
@@ -98,7 +99,7 @@ begin
 end
 $$;
 comment on function flowforge._judge(bigint[], timestamptz) is
-    'Decides for task runs with nothing unmet, in a run locked by the caller: in line, to be expanded, skipped by its trigger rule, or the end of a map. Answers those that ended by it, which are to be settled next.';
+    'Decides for task runs that have nothing left to wait for, in a run locked by the caller: in line, to be expanded, skipped by its trigger rule, or the end of a map. Answers those that ended by it, which are to be settled next.';
 
 create or replace function flowforge._mark_settled(
     p_task_run_ids bigint[], p_now timestamptz, out v_run_ids bigint[], out v_ended bigint[])
@@ -123,29 +124,27 @@ begin
 
     -- Who waited for what was marked: downstream own rows for an own row, the own row of the map for an element of its
     -- current generation.
-    select array_agg(w.task_run_id order by w.task_run_id), array_agg(w.times order by w.task_run_id) into v_waiting, v_counts
+    select array_agg(w.task_run_id order by w.task_run_id) filter (where w.unmet <> w.times),
+        array_agg(w.times order by w.task_run_id) filter (where w.unmet <> w.times),
+        array_agg(w.task_run_id order by w.task_run_id) filter (where w.unmet = w.times)
+    into v_waiting, v_counts, v_free
     from (
-        select c.task_run_id, count(*) as times
+        select c.task_run_id, c.unmet, count(*) as times
         from unnest(v_run_ids, v_task_ids, v_map_indexes, v_generations) m (run_id, task_id, map_index, generation)
         cross join lateral (
             select d.task_id from flowforge.task_dependency d where d.upstream_task_id = m.task_id and m.map_index is null
             union all select m.task_id where m.map_index is not null) d
         cross join lateral (
-            select tr.task_run_id from flowforge.task_run tr
+            select tr.task_run_id, tr.unmet from flowforge.task_run tr
             where tr.run_id = m.run_id and tr.task_id = d.task_id and tr.map_index is null and tr.state = 'pending'
                 and (m.map_index is null or tr.map_count is not null and tr.generation = m.generation)
             limit 1) c
-        group by c.task_run_id) w;
-    if v_waiting is not null then
-        with decremented as (
-            update flowforge.task_run tr set unmet = tr.unmet - v_counts[flowforge._position(v_waiting, tr.task_run_id)]
-            where tr.task_run_id = any (v_waiting) and tr.state = 'pending'
-            returning tr.task_run_id, tr.unmet
-        )
-        select array_agg(d.task_run_id order by d.task_run_id) filter (where d.unmet = 0) into v_free from decremented d;
-        if v_free is not null then
-            v_ended := flowforge._judge(v_free, p_now);
-        end if;
+        group by c.task_run_id, c.unmet) w;
+    -- What still waits is decremented; what waits for nothing more is judged, and its count ended by that same UPDATE.
+    update flowforge.task_run tr set unmet = tr.unmet - v_counts[flowforge._position(v_waiting, tr.task_run_id)]
+    where tr.task_run_id = any (v_waiting) and tr.state = 'pending';
+    if v_free is not null then
+        v_ended := flowforge._judge(v_free, p_now);
     end if;
 end
 $$;
@@ -163,7 +162,6 @@ declare
     v_marked bigint[] := array[]::bigint[];
     v_runs bigint[];
     v_counts bigint[];
-    v_ended bigint[];
 begin
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.run_id = any (p_run_ids) and tr.stage = 'unsettled'
@@ -181,25 +179,23 @@ begin
 
     select array_agg(m.run_id order by m.run_id), array_agg(m.times order by m.run_id) into v_runs, v_counts
     from (select u.run_id, count(*) as times from unnest(v_marked) u (run_id) group by u.run_id) m;
-    with counted as (
-        update flowforge.run r set unsettled = r.unsettled - v_counts[flowforge._position(v_runs, r.run_id)]
-        where r.run_id = any (v_runs) and r.state = 'running'
-        returning r.run_id, r.unsettled
-    )
-    select array_agg(c.run_id) filter (where c.unsettled = 0) into v_ended from counted c;
-    if v_ended is not null then
-        update flowforge.run r
-        set finished_at = v_now,
-            state = case
+    -- Counted and ended by one UPDATE: a row updated twice in a transaction has its foreign keys checked again.
+    update flowforge.run r
+    set (unsettled, state, finished_at) = (
+        select n.unsettled,
+            case
+                when n.unsettled > 0 then r.state
                 when r.cancel_requested_at is not null and (
                     select true from flowforge.task_run tr
                     where tr.run_id = r.run_id and tr.map_index is null and tr.state = 'cancelled' limit 1) then 'cancelled'
                 when (
                     select true from flowforge.task_run tr
                     where tr.run_id = r.run_id and tr.map_index is null and tr.state = 'failed' limit 1) then 'failed'
-                else 'succeeded' end::flowforge.run_state
-        where r.run_id = any (v_ended) and r.state = 'running' and r.unsettled = 0;
-    end if;
+                else 'succeeded'
+            end,
+            case when n.unsettled = 0 then v_now end
+        from (select r.unsettled - v_counts[flowforge._position(v_runs, r.run_id)] as unsettled) n)
+    where r.run_id = any (v_runs) and r.state = 'running';
     return cardinality(v_marked);
 end
 $$;

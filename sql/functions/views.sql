@@ -1,14 +1,33 @@
--- Views for operators and dashboards; plain columns, no payloads but errors.
+-- Views for operators and dashboards; plain columns, no payloads but errors. Written so that a condition and a limit
+-- from outside reach the tables: no volatile function, and a state that is told without counting task runs.
+
+create or replace function flowforge._reading() returns timestamptz
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return flowforge._clock();
+end
+$$;
+comment on function flowforge._reading() is
+    'The clock, for views: over a view with a volatile function no ORDER BY … LIMIT is answered by an index.';
 
 create or replace view flowforge.limits as
 select s.name, s.value, s.minimum, s.maximum, s.meaning from flowforge.setting s;
 comment on view flowforge.limits is 'Named limits and switches; change them with set_limit.';
+comment on column flowforge.limits.name is 'Name of the limit.';
+comment on column flowforge.limits.value is 'Value in force.';
+comment on column flowforge.limits.minimum is 'Smallest value allowed.';
+comment on column flowforge.limits.maximum is 'Largest value allowed.';
+comment on column flowforge.limits.meaning is 'What it limits, and its unit.';
 
 create or replace view flowforge.run_status as
 select r.run_id, w.name as workflow, wv.version,
-    case when r.state = 'running' and c.started = 0 then 'pending' when r.state = 'running' and r.cancel_requested_at is not null then 'cancelling'
-        else r.state::text end as state,
-    r.priority, r.labels, r.idempotency_key, r.created_at, r.finished_at, coalesce(r.finished_at, flowforge._clock()) - r.created_at as duration,
+    case when r.state <> 'running' then r.state::text
+        when not exists (
+            select from flowforge.task_run tr where tr.run_id = r.run_id and (tr.state <> 'pending' or tr.fencing_token > 0)) then 'pending'
+        when r.cancel_requested_at is not null then 'cancelling' else 'running' end as state,
+    r.priority, r.labels, r.idempotency_key, r.created_at, r.finished_at, coalesce(r.finished_at, flowforge._reading()) - r.created_at as duration,
     r.cancel_requested_at, r.cancel_reason, r.unsettled,
     c.task_runs, c.pending, c.ready, c.running, c.succeeded, c.failed, c.cancelled, c.skipped
 from flowforge.run r
@@ -22,11 +41,31 @@ cross join lateral (
         count(*) filter (where tr.state = 'succeeded') as succeeded,
         count(*) filter (where tr.state = 'failed') as failed,
         count(*) filter (where tr.state = 'cancelled') as cancelled,
-        count(*) filter (where tr.state = 'skipped') as skipped,
-        count(*) filter (where tr.state <> 'pending' or tr.fencing_token > 0) as started
+        count(*) filter (where tr.state = 'skipped') as skipped
     from flowforge.task_run tr where tr.run_id = r.run_id) c;
 comment on view flowforge.run_status is
     'Runs with the numbers of their task runs by state. state adds two derived words: pending (nothing dispatched yet) and cancelling. Page by run_id, largest first.';
+comment on column flowforge.run_status.run_id is 'Identity. Not an order: a smaller one can commit later.';
+comment on column flowforge.run_status.workflow is 'Name of the workflow.';
+comment on column flowforge.run_status.version is 'Version pinned at the trigger.';
+comment on column flowforge.run_status.state is 'pending, running, cancelling, succeeded, failed or cancelled.';
+comment on column flowforge.run_status.priority is 'Added to the priority of each task; larger goes first.';
+comment on column flowforge.run_status.labels is 'Labels given at the trigger.';
+comment on column flowforge.run_status.idempotency_key is 'Key given at the trigger.';
+comment on column flowforge.run_status.created_at is 'When it was triggered.';
+comment on column flowforge.run_status.finished_at is 'When it ended.';
+comment on column flowforge.run_status.duration is 'From the trigger to the end, or to now.';
+comment on column flowforge.run_status.cancel_requested_at is 'When a cancel was asked for.';
+comment on column flowforge.run_status.cancel_reason is 'The reason given for it.';
+comment on column flowforge.run_status.unsettled is 'Task runs whose end is not counted yet; the run ends at 0.';
+comment on column flowforge.run_status.task_runs is 'Number of its task runs, elements of maps included.';
+comment on column flowforge.run_status.pending is 'Of these, waiting for upstreams, time, a pause or the window.';
+comment on column flowforge.run_status.ready is 'Of these, dispatched.';
+comment on column flowforge.run_status.running is 'Of these, claimed by a worker.';
+comment on column flowforge.run_status.succeeded is 'Of these, succeeded.';
+comment on column flowforge.run_status.failed is 'Of these, failed for good.';
+comment on column flowforge.run_status.cancelled is 'Of these, cancelled.';
+comment on column flowforge.run_status.skipped is 'Of these, skipped by their trigger rule.';
 
 create or replace view flowforge.task_run_status as
 select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, tr.state::text as state,
@@ -37,13 +76,13 @@ select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_ind
         when tr.stage = 'delayed' then format('until %s', tr.available_at)
         when tr.stage = 'eligible' and q.paused_at is not null then format('queue %s is paused', q.name)
         when tr.stage = 'eligible' then format('for room in the window of queue %s', q.name)
-        when tr.stage = 'dispatched' and tr.available_at > flowforge._clock() then format('to be offered again at %s', tr.available_at)
+        when tr.stage = 'dispatched' and tr.available_at > flowforge._reading() then format('to be offered again at %s', tr.available_at)
         when tr.stage = 'dispatched' then format('for a worker of queue %s', q.name)
         when tr.state = 'skipped' then format('rule %s was not met', t.rule)
     end as waits,
     q.name as queue, t.handler, tr.priority, tr.attempt, t.max_attempts, tr.reaps, t.max_reaps, tr.fencing_token, tr.dispatch_id,
     tr.available_at, tr.ready_at, tr.started_at, tr.finished_at,
-    case when tr.started_at is not null then coalesce(tr.finished_at, case when tr.state = 'running' then flowforge._clock() end) - tr.started_at end as duration,
+    case when tr.started_at is not null then coalesce(tr.finished_at, case when tr.state = 'running' then flowforge._reading() end) - tr.started_at end as duration,
     tr.last_owner as worker, tr.lease_expires_at, p.fraction as progress, p.message as progress_message, tr.map_count, tr.unmet, tr.error
 from flowforge.task_run tr
 join flowforge.run r on r.run_id = tr.run_id
@@ -53,40 +92,98 @@ join flowforge.queue q on q.queue_id = tr.queue_id
 left join flowforge.progress p on p.task_run_id = tr.task_run_id and p.fencing_token = tr.fencing_token;
 comment on view flowforge.task_run_status is
     'Task runs with what each waits for, who ran it, for how long, its progress and its error. Elements of a map have a map_index.';
+comment on column flowforge.task_run_status.task_run_id is 'Identity.';
+comment on column flowforge.task_run_status.run_id is 'The run.';
+comment on column flowforge.task_run_status.workflow is 'Name of the workflow.';
+comment on column flowforge.task_run_status.task is 'Name of the task.';
+comment on column flowforge.task_run_status.map_index is 'Position of an element in the mapped array, from 0; null: the task''s own row.';
+comment on column flowforge.task_run_status.state is 'State; see the type task_run_state.';
+comment on column flowforge.task_run_status.waits is 'What it waits for, in words; null: nothing.';
+comment on column flowforge.task_run_status.queue is 'Queue it is dispatched to.';
+comment on column flowforge.task_run_status.handler is 'What a worker looks up to run it.';
+comment on column flowforge.task_run_status.priority is 'Priority of run and task together; larger goes first.';
+comment on column flowforge.task_run_status.attempt is 'Number of the attempt, from 1.';
+comment on column flowforge.task_run_status.max_attempts is 'Attempts in one budget.';
+comment on column flowforge.task_run_status.reaps is 'Times it was taken back from a dead worker since a handler last answered.';
+comment on column flowforge.task_run_status.max_reaps is 'How often that may happen before it fails for good.';
+comment on column flowforge.task_run_status.fencing_token is 'Number of claims so far; the current one holds.';
+comment on column flowforge.task_run_status.dispatch_id is 'Permission to execute this attempt; the AMQP message_id.';
+comment on column flowforge.task_run_status.available_at is 'Earliest time of dispatch or, for one offered again, of publishing.';
+comment on column flowforge.task_run_status.ready_at is 'When the attempt was first dispatched.';
+comment on column flowforge.task_run_status.started_at is 'When it was last claimed.';
+comment on column flowforge.task_run_status.finished_at is 'When it became terminal.';
+comment on column flowforge.task_run_status.duration is 'From the last claim to the end or, while it runs, to now.';
+comment on column flowforge.task_run_status.worker is 'Worker that claimed it last.';
+comment on column flowforge.task_run_status.lease_expires_at is 'When the lease runs out.';
+comment on column flowforge.task_run_status.progress is 'Share done, from 0 to 1, as its handler last reported.';
+comment on column flowforge.task_run_status.progress_message is 'Text of that report.';
+comment on column flowforge.task_run_status.map_count is 'Elements of a map, once expanded.';
+comment on column flowforge.task_run_status.unmet is 'Upstreams, or elements, that it still waits for.';
+comment on column flowforge.task_run_status.error is 'Why the last attempt failed, or why it was cancelled.';
 
 create or replace view flowforge.dead_letters as
 select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, q.name as queue, t.handler, tr.attempt,
-    tr.reaps, tr.finished_at, tr.last_owner as worker, tr.error
+    tr.reaps, case when tr.state = 'failed' then tr.finished_at end as finished_at, tr.last_owner as worker, tr.error
 from flowforge.task_run tr
 join flowforge.run r on r.run_id = tr.run_id
 join flowforge.workflow w on w.workflow_id = r.workflow_id
 join flowforge.task t on t.task_id = tr.task_id
 join flowforge.queue q on q.queue_id = tr.queue_id
-where tr.state = 'failed' and not exists (
-    select from flowforge.task_run e
-    where tr.map_index is null and e.run_id = tr.run_id and e.task_id = tr.task_id and e.map_index >= 0 and e.generation = tr.generation and e.state = 'failed');
+where case when tr.state = 'failed' then tr.finished_at end is not null and (
+    select true from flowforge.task_run e
+    where tr.map_index is null and e.run_id = tr.run_id and e.task_id = tr.task_id and e.map_index >= 0 and e.generation = tr.generation
+        and e.state = 'failed' limit 1) is null;
 comment on view flowforge.dead_letters is
     'Task runs that failed for good; of a failed map, its failed elements. Retry their runs with retry_run.';
+comment on column flowforge.dead_letters.task_run_id is 'Identity.';
+comment on column flowforge.dead_letters.run_id is 'The run.';
+comment on column flowforge.dead_letters.workflow is 'Name of the workflow.';
+comment on column flowforge.dead_letters.task is 'Name of the task.';
+comment on column flowforge.dead_letters.map_index is 'Position of an element in the mapped array; null: the task''s own row.';
+comment on column flowforge.dead_letters.queue is 'Its queue.';
+comment on column flowforge.dead_letters.handler is 'Its handler.';
+comment on column flowforge.dead_letters.attempt is 'Number of the last attempt.';
+comment on column flowforge.dead_letters.reaps is 'Times it was taken back from a dead worker since a handler last answered.';
+comment on column flowforge.dead_letters.finished_at is 'When it failed.';
+comment on column flowforge.dead_letters.worker is 'Worker that claimed it last.';
+comment on column flowforge.dead_letters.error is 'Why it failed.';
 
 create or replace view flowforge.queue_status as
 select q.name as queue, q.paused_at, coalesce(q.window_size, greatest(100, 4 * c.capacity)) as window_size,
     (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as dispatched,
     (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as eligible,
-    flowforge._clock() - (select min(tr.available_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as oldest_eligible_age,
-    flowforge._clock() - (select min(tr.ready_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as oldest_dispatched_age,
+    flowforge._reading() - (select min(tr.available_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as oldest_eligible_age,
+    flowforge._reading() - (select min(tr.ready_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as oldest_dispatched_age,
     q.drain_rate, q.redispatch_delay, c.capacity
 from flowforge.queue q
 cross join lateral (
     select coalesce(sum(w.capacity), 0)::bigint as capacity from flowforge.worker w
-    where q.name = any (w.queues) and w.seen_at > flowforge._clock() - interval '2 minutes') c;
+    where q.name = any (w.queues) and w.seen_at > flowforge._reading() - interval '2 minutes') c;
 comment on view flowforge.queue_status is
     'Queues: pause, window, backlog and its age, recent pace of claims a second, announced capacity.';
+comment on column flowforge.queue_status.queue is 'Name of the queue.';
+comment on column flowforge.queue_status.paused_at is 'Since when nothing is dispatched from it; null: not paused.';
+comment on column flowforge.queue_status.window_size is 'Most task runs dispatched and due at once.';
+comment on column flowforge.queue_status.dispatched is 'Task runs waiting for a worker.';
+comment on column flowforge.queue_status.eligible is 'Task runs in line for the window.';
+comment on column flowforge.queue_status.oldest_eligible_age is 'How long the oldest of these could have been dispatched.';
+comment on column flowforge.queue_status.oldest_dispatched_age is 'How long ago the oldest dispatched one was first dispatched.';
+comment on column flowforge.queue_status.drain_rate is 'Recent pace of claims a second while the queue was busy.';
+comment on column flowforge.queue_status.redispatch_delay is 'How long a published message may stay unclaimed.';
+comment on column flowforge.queue_status.capacity is 'Task runs that its announced workers execute at once.';
 
 create or replace view flowforge.worker_status as
-select w.name as worker, w.queues, w.capacity, w.started_at, w.seen_at, w.seen_at > flowforge._clock() - interval '2 minutes' as alive,
+select w.name as worker, w.queues, w.capacity, w.started_at, w.seen_at, w.seen_at > flowforge._reading() - interval '2 minutes' as alive,
     (select count(*) from flowforge.task_run tr where tr.stage = 'leased' and tr.lease_owner = w.name) as running
 from flowforge.worker w;
 comment on view flowforge.worker_status is 'Workers that announced themselves, and how much each is running.';
+comment on column flowforge.worker_status.worker is 'Name of the worker.';
+comment on column flowforge.worker_status.queues is 'Queues it serves.';
+comment on column flowforge.worker_status.capacity is 'Task runs it executes at once.';
+comment on column flowforge.worker_status.started_at is 'When it was first seen.';
+comment on column flowforge.worker_status.seen_at is 'When it was last seen.';
+comment on column flowforge.worker_status.alive is 'Whether that was within 2 minutes.';
+comment on column flowforge.worker_status.running is 'Task runs under its lease.';
 
 create or replace view flowforge.health as
 select h.name, h.value, h.meaning
@@ -100,16 +197,19 @@ from (
         'age of the oldest of them; priority is strict, so a low one can wait'
     union all select 'dispatched', (select count(*) from flowforge.task_run tr where tr.stage = 'dispatched'), 'task runs waiting for a worker'
     union all select 'running', (select count(*) from flowforge.task_run tr where tr.lease_expires_at is not null), 'task runs under a lease'
-    union all select 'expired_leases', (select count(*) from flowforge.task_run tr where tr.lease_expires_at < flowforge._clock()),
+    union all select 'expired_leases', (select count(*) from flowforge.task_run tr where tr.lease_expires_at < flowforge._reading()),
         'leases that have run out and are not reaped yet'
     union all select 'unsettled', (select count(*) from flowforge.task_run tr where tr.stage = 'unsettled'), 'finished task runs not counted yet'
     union all select 'unpublished', (select count(*) from flowforge.outbox o where o.published_at is null and o.parked_at is null), 'orders to publish'
     union all select 'refused', (select count(*) from flowforge.outbox o where o.published_at is null and o.parked_at is null and o.tries > 0),
         'of these, refused by the broker at least once'
     union all select 'parked', (select count(*) from flowforge.outbox o where o.parked_at is not null), 'orders that can never be published'
-    union all select 'reaper_seconds', (select extract(epoch from flowforge._clock() - s.reaper_ticked_at) from flowforge.scheduler s),
+    union all select 'reaper_seconds', (select extract(epoch from flowforge._reading() - s.reaper_ticked_at) from flowforge.scheduler s),
         'seconds since a scheduler last reaped; null: never'
     union all select 'workers', (select count(*) from flowforge.worker_status w where w.alive), 'workers announced and alive'
     union all select 'notification_queue', pg_notification_queue_usage(), 'share of the server''s notification queue in use, 0 to 1'
 ) h;
 comment on view flowforge.health is 'Figures to watch, one a row.';
+comment on column flowforge.health.name is 'Name of the figure.';
+comment on column flowforge.health.value is 'The figure; null: unknown.';
+comment on column flowforge.health.meaning is 'What it counts or measures.';

@@ -59,4 +59,4 @@ grant select on
     flowforge.health, flowforge.limits
 to flowforge_reader, flowforge_operator;
 -- The views read the clock, with the rights of whoever reads them.
-grant execute on function flowforge._clock() to flowforge_reader, flowforge_operator;
+grant execute on function flowforge._clock(), flowforge._reading() to flowforge_reader, flowforge_operator;

@@ -66,6 +66,25 @@ $$;
 comment on type flowforge.claim_row is
     'Answer of a claim for one input position. outcome: claimed, running, finished, superseded, cancelled, unknown; the columns after dispatch_id are null unless claimed. upstream_outputs: outputs of the succeeded upstreams by task name; upstream_states: states of all of them; lease: the effective length, counted from the claim; time_limit: from the claim, null for none.';
 
+comment on column flowforge.claim_row."position" is 'Position in the arrays of the call, from 1.';
+comment on column flowforge.claim_row.outcome is 'claimed, running, finished, superseded, cancelled or unknown.';
+comment on column flowforge.claim_row.task_run_id is 'The task run asked for.';
+comment on column flowforge.claim_row.dispatch_id is 'The dispatch asked for.';
+comment on column flowforge.claim_row.fencing_token is 'To be given with renew, progress, release and finish.';
+comment on column flowforge.claim_row.attempt is 'Number of the attempt, from 1.';
+comment on column flowforge.claim_row.run_id is 'The run.';
+comment on column flowforge.claim_row.workflow is 'Name of the workflow.';
+comment on column flowforge.claim_row.task is 'Name of the task.';
+comment on column flowforge.claim_row.handler is 'What to run.';
+comment on column flowforge.claim_row.input is 'Input of the run.';
+comment on column flowforge.claim_row.upstream_outputs is 'Outputs of the succeeded upstreams by task name; without a mapped array.';
+comment on column flowforge.claim_row.upstream_states is 'States of the upstreams by task name.';
+comment on column flowforge.claim_row.item is 'Element of the mapped array.';
+comment on column flowforge.claim_row.map_index is 'Its position, from 0; null: not an element.';
+comment on column flowforge.claim_row.lease is 'Length of the lease, from the claim.';
+comment on column flowforge.claim_row.lease_expires_at is 'When it runs out.';
+comment on column flowforge.claim_row.time_limit is 'Longest time from the claim; null: none.';
+
 comment on type flowforge.run_state is
     'State of a run. running: not every task run is terminal and settled yet (whether anything was dispatched is derived by the views).';
 comment on type flowforge.task_run_state is
@@ -234,7 +253,7 @@ create table if not exists flowforge.run (
     input jsonb not null,
     constraint finished_iff_not_running check ((state = 'running') = (finished_at is null))
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
-create unique index if not exists run_idempotency_key on flowforge.run (workflow_id, idempotency_key)
+create unique index if not exists run_idempotency_key on flowforge.run (idempotency_key, workflow_id)
     where idempotency_key is not null;
 create index if not exists run_of_workflow on flowforge.run (workflow_id, run_id);
 create index if not exists run_active on flowforge.run (run_id) where finished_at is null;
@@ -324,6 +343,9 @@ create index if not exists task_run_dispatched on flowforge.task_run (queue_id, 
 create index if not exists task_run_lease on flowforge.task_run (lease_expires_at) where lease_expires_at is not null;
 create index if not exists task_run_claim on flowforge.task_run (claim_id) where claim_id is not null;
 create index if not exists task_run_unsettled on flowforge.task_run (run_id) where stage = 'unsettled';
+-- On an expression that only the view dead_letters writes, so that no guard on state can match it.
+create index if not exists task_run_failed on flowforge.task_run ((case when state = 'failed' then finished_at end))
+    where case when state = 'failed' then finished_at end is not null;
 comment on table flowforge.task_run is 'One task of one run; a map also has one row for each element.';
 comment on column flowforge.task_run.task_run_id is 'Identity; within a run ascending in topological order. Locks are taken in this order.';
 comment on column flowforge.task_run.run_id is 'The run.';
@@ -366,6 +388,7 @@ comment on index flowforge.task_run_dispatched is 'The window of each queue.';
 comment on index flowforge.task_run_lease is 'Leases by expiry, for the reaper.';
 comment on index flowforge.task_run_claim is 'From a repeated claim to what it holds.';
 comment on index flowforge.task_run_unsettled is 'What finished and is not counted yet, by run.';
+comment on index flowforge.task_run_failed is 'What failed, by time, for the view dead_letters.';
 
 create table if not exists flowforge.attempt (
     task_run_id bigint not null references flowforge.task_run on delete cascade,
