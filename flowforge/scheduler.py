@@ -39,7 +39,13 @@ class _Duty:
     every: float
     due: float = 0.0
     error: str = ""
+    failures: int = 0
+    passing: bool = False  # whether its last error was of the kind that passes by itself
     backoff: db.Backoff = field(default_factory=db.Backoff)
+
+    def is_due(self) -> bool:
+        """Also a little early, so that duties of the same pace share their wake-ups."""
+        return time.monotonic() >= self.due - self.every / 4
 
     @property
     def query(self) -> str:
@@ -83,7 +89,8 @@ class Scheduler(Daemon):
 
     def trouble(self) -> str:
         """Which functions fail at present, and how."""
-        return "; ".join(f"{duty.function}: {duty.error}" for duty in self._duties if duty.error)
+        failing = [duty for duty in self._duties if duty.failures > (2 if duty.passing else 0)]
+        return "; ".join(f"{duty.function}: {duty.error}" for duty in failing)
 
     def on_connect(self) -> None:
         self._asleep, self._busy = False, 0
@@ -91,7 +98,7 @@ class Scheduler(Daemon):
             duty.due = 0.0
 
     def tick(self, conn: db.Connection) -> int:
-        moved = sum(self._perform(conn, duty) for duty in self._duties if time.monotonic() >= duty.due)
+        moved = sum(self._perform(conn, duty) for duty in self._duties if duty.is_due())
         self._busy = self._busy + 1 if moved else 0
         if self._asleep and self._busy >= _BUSY:
             self._declare(conn, asleep=False)
@@ -104,7 +111,7 @@ class Scheduler(Daemon):
         # Again each time: another scheduler may have declared itself awake, and died.
         self._declare(conn, asleep=True)
         waits = [self._config.poll_interval * random.uniform(0.8, 1.0)]  # noqa: S311 -- jitter, not a secret
-        waits += [duty.due - time.monotonic() for duty in self._duties if duty.every or duty.error]
+        waits += [duty.due - time.monotonic() for duty in self._duties if duty.every or duty.failures]
         due = db.call(conn, "select flowforge.next_due()", lock_timeout=self._config.lock_timeout)[0][0]
         if due is not None:
             waits.append(due.total_seconds())
@@ -123,10 +130,11 @@ class Scheduler(Daemon):
             if error != duty.error:
                 self._log.warning("a function failed; trying it again", function=duty.function, error=error)
             duty.error, duty.due = error, time.monotonic() + duty.backoff.next()
+            duty.failures, duty.passing = duty.failures + 1, db.is_transient(exc)
             return 0
-        if duty.error:
+        if duty.failures:
             self._log.info("the function works again", function=duty.function)
-            duty.error = ""
+            duty.error, duty.failures = "", 0
             duty.backoff.reset()
         # With work found there may be more: it stays due.
         duty.due = 0.0 if moved else time.monotonic() + duty.every

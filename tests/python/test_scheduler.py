@@ -184,6 +184,34 @@ def test_a_function_that_fails_starves_no_other_and_shows(
         running.until("ok")
 
 
+def test_an_error_that_passes_by_itself_is_no_trouble(config: Config, flow: Callable[..., Flow]) -> None:
+    one = flow()
+    one.conn.execute(
+        """
+        create sequence calls;
+        grant usage on sequence calls to public;
+        create or replace function flowforge.settle_finished(max_rows bigint default 1000) returns bigint
+        language plpgsql security definer as $$
+        begin
+            if nextval('calls') = 1 then
+                raise exception 'lost a race' using errcode = '40P01';
+            end if;
+            return 0;
+        end $$;
+        """
+    )
+    scheduler = Scheduler(config.replace(poll_interval=0.05))
+    seen: set[str] = set()
+
+    def called_again() -> bool:
+        seen.add(scheduler.trouble())
+        return bool(one.value("select last_value from calls") >= 3)
+
+    with Running(scheduler, config):
+        wait_until(called_again, "further calls")
+    assert seen == {""}
+
+
 def test_rows_locked_by_a_stranger_hold_up_only_themselves(
     config: Config, db: Database, flow: Callable[..., Flow]
 ) -> None:
