@@ -1,6 +1,7 @@
 """One database and one session for the tests of single calls, each in a transaction that is rolled back."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -13,6 +14,22 @@ from tests.services.postgres import PostgresServer
 from tests.sql.helpers import Engine
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """plpgsql_check comes with Debian's PostgreSQL only."""
+    return (
+        True if collection_path.name == "test_plpgsql_check.py" and config.getoption("--pg") != "15" else None
+    )
+
+
+COVERAGE = pytest.StashKey[str]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if coverage := config.stash.get(COVERAGE, None):
+        terminalreporter.section("statements of SQL functions")
+        terminalreporter.write_line(coverage)
+
+
 class _Session:
     """A session that outlives the server's restarts, in a database where nothing is ever committed."""
 
@@ -21,6 +38,11 @@ class _Session:
         self.database = Database(server, template)
         Clock(self.database).close()
         self._connection: psycopg.Connection[Any] | None = None
+        available = "select from pg_available_extensions where name = 'plpgsql_check'"
+        with self.database.connect() as connection:
+            self._profiled = connection.execute(available).rowcount > 0
+            if self._profiled:
+                connection.execute("create extension plpgsql_check")
 
     def connection(self) -> psycopg.Connection[Any]:
         if not self.server.is_running():
@@ -32,7 +54,27 @@ class _Session:
         except psycopg.OperationalError:
             pass  # another test has restarted the server
         self._connection = self.database.connect(autocommit=False, row_factory=namedtuple_row)
+        if self._profiled:
+            self._connection.execute("load 'plpgsql_check'; set plpgsql_check.profiler = on")
+            self._connection.commit()
         return self._connection
+
+    def coverage(self) -> str:
+        """How much of the plpgsql functions this session has executed; "" where nobody counts."""
+        if not self._profiled or self._connection is None:
+            return ""
+        rows = self._connection.execute(
+            """
+            select p.proname as name, s.lineno, s.exec_stmts > 0 as executed
+            from pg_proc p join pg_language l on l.oid = p.prolang and l.lanname = 'plpgsql'
+            cross join lateral plpgsql_profiler_function_statements_tb(p.oid) s
+            where p.pronamespace = 'flowforge'::regnamespace and s.stmtname <> 'statement block'
+            order by 1, 2
+            """
+        ).fetchall()
+        missed = [f"{row.name}:{row.lineno}" for row in rows if not row.executed]
+        share = f"{len(rows) - len(missed)} of {len(rows)} executed by the tests of single calls"
+        return f"{share}; not: {', '.join(missed)}" if missed else share
 
     def close(self) -> None:
         if self._connection is not None:
@@ -43,9 +85,12 @@ class _Session:
 
 
 @pytest.fixture(scope="session")
-def _session(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[_Session]:
+def _session(
+    pg_server: PostgresServer, template: NoopExecutor, request: pytest.FixtureRequest
+) -> Iterator[_Session]:
     session = _Session(pg_server, template.template_dbname)
     yield session
+    request.config.stash[COVERAGE] = session.coverage()
     session.close()
 
 
