@@ -1,4 +1,4 @@
-"""Every argument of every public function, given nulls and extremes: an error of this project, or an answer."""
+"""Every argument of every public function, given nulls and extremes: an answer or a documented error."""
 
 from typing import Any
 

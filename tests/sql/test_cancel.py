@@ -1,5 +1,8 @@
 """cancel_run and cancel_leftovers: a run is given up, and what runs is told, not killed."""
 
+import concurrent.futures
+import threading
+
 import pytest
 
 from tests.services.database import Database
@@ -112,6 +115,36 @@ def test_cancel_and_finish_meet(db: Database, committing: Engine) -> None:
     committing.schedule()
     assert committing.states(run_id) == {"a": "succeeded", "b": "cancelled"}
     assert committing.run_state(run_id) == "cancelled"
+
+
+def test_cancel_and_claim_at_the_same_moment(db: Database, committing: Engine) -> None:
+    """HD-31: refused, or won and told at the next renewal; never overwritten, never lost."""
+    committing.define(task("a"))
+    outcomes = set()
+    with db.connect() as client, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        for _ in range(100):
+            run_id = committing.trigger()
+            committing.schedule()
+            order = committing.messages()[-1]
+            barrier = threading.Barrier(2)
+
+            def cancel(run_id: int = run_id, barrier: threading.Barrier = barrier) -> bool:
+                barrier.wait()
+                row = client.execute("select flowforge.cancel_run(%s)", (run_id,)).fetchone()
+                return row == (True,)
+
+            cancelled = thread.submit(cancel)
+            barrier.wait()
+            claim = committing.claim(order)
+            assert cancelled.result() is True
+            outcomes.add(claim.outcome)
+            if claim.outcome == "claimed":
+                held = [claim.task_run_id], [claim.fencing_token]
+                assert committing.table("renew_leases", *held, "30 s")[0].outcome == "cancel"
+                assert committing.finish(claim, "cancelled") == "accepted"
+                committing.schedule()
+            assert committing.run_state(run_id) == "cancelled"
+    assert outcomes <= {"claimed", "cancelled"}
 
 
 # What is put back in line after the cancel

@@ -187,6 +187,7 @@ def test_trigger_many_without_keys_and_with_nothing(w: Engine) -> None:
 @pytest.mark.parametrize(
     ("code", "arguments"),
     [
+        ("WF001", (None, inputs(1))),
         ("WF001", ("w", None)),
         ("WF001", ("w", [Jsonb(1), None])),
         ("WF001", ("w", inputs(1), ["a", "b"])),
