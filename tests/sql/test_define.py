@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import threading
 from typing import Any
 
 import pytest
 from psycopg.types.json import Jsonb
 
+from tests.services.database import Database
+from tests.services.process import wait_until
 from tests.sql.helpers import Engine, failing, task
 
 DEFAULTS: dict[str, Any] = {
@@ -238,6 +241,30 @@ def test_limits(engine: Engine) -> None:
         define(engine, workflow(task("a", "b", "b")))
     with engine.refuses("WF005", "1024 are allowed"):
         define(engine, workflow(task("a"), description="x" * 1024))
+
+
+@pytest.mark.parametrize(("tasks", "answer"), [(["a"], ("w", 1, False)), (["b"], ("w", 2, True))])
+def test_two_at_the_same_time_take_turns(
+    db: Database, tasks: list[str], answer: tuple[str, int, bool]
+) -> None:
+    define = "select * from flowforge.define_workflow(%s)"
+    answers = []
+
+    def call() -> None:
+        with db.connect(application_name="second") as connection:
+            spec = Jsonb(workflow(*map(task, tasks)))
+            answers.append(connection.execute(define, (spec,)).fetchone())
+
+    with db.connect(autocommit=False) as first, db.connect() as looker:
+        first.execute(define, (Jsonb(workflow(task("a"))),))
+        thread = threading.Thread(target=call)
+        thread.start()
+        waiting = """select count(*) from pg_stat_activity
+            where application_name = 'second' and wait_event_type = 'Lock'"""
+        wait_until(lambda: looker.execute(waiting).fetchone() == (1,), "the second definition to wait")
+        first.commit()
+        thread.join()
+    assert answers == [answer]
 
 
 # Large graphs: HD-34.

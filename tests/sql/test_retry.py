@@ -252,19 +252,23 @@ def test_the_same_request_answers_the_same(engine: Engine) -> None:
     assert engine.call("retry_run", other, request_id="r") == 3  # a request belongs to its run
 
 
-def test_twice_at_the_same_time_is_once(db: Database, committing: Engine) -> None:
-    """HD-32: the second waits for the first, then finds nothing failed."""
+@pytest.mark.parametrize(("request_id", "second"), [(None, 0), ("r", 3)])
+def test_twice_at_the_same_time_is_once(
+    db: Database, committing: Engine, request_id: str | None, second: int
+) -> None:
+    """HD-32: the second waits for the first, then finds nothing failed, or its request answered."""
     run_id = diamond(committing)
     answers: list[int] = []
+    retry = "select flowforge.retry_run(%s, null, %s)"
 
     def call() -> None:
         with db.connect(application_name="second") as connection:
-            row = connection.execute("select flowforge.retry_run(%s)", (run_id,)).fetchone()
+            row = connection.execute(retry, (run_id, request_id)).fetchone()
             assert row is not None
             answers.append(row[0])
 
     with db.connect(autocommit=False) as first:
-        assert first.execute("select flowforge.retry_run(%s)", (run_id,)).fetchone() == (3,)
+        assert first.execute(retry, (run_id, request_id)).fetchone() == (3,)
         thread = threading.Thread(target=call)
         thread.start()
         waiting = """select count(*) from pg_stat_activity
@@ -272,7 +276,7 @@ def test_twice_at_the_same_time_is_once(db: Database, committing: Engine) -> Non
         wait_until(lambda: committing.value(waiting) == 1, "the second retry to wait")
         first.commit()
         thread.join()
-    assert answers == [0]
+    assert answers == [second]
     assert [committing.task_run(run_id, name).attempt for name in "ABCDE"] == [1, 1, 2, 1, 1]
     committing.drive()
     assert committing.run_state(run_id) == "succeeded"
