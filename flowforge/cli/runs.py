@@ -145,13 +145,17 @@ def _follow(database_url: str | None, run_id: int, timeout: float | None, *, qui
 def _print_result(result: RunResult, as_json: bool) -> None:
     from dataclasses import asdict
 
+    from flowforge.cli.watch import first_line
+
     if as_json:
         print_json(asdict(result))
         return
     for task, output in result.outputs.items():
         click.echo(f"{task}: {json.dumps(output, ensure_ascii=False)}")
     for task, error in result.errors.items():
-        click.echo(f"{task} failed: {error}", err=True)
+        click.echo(f"{task} failed: {first_line(error)}", err=True)
+    if result.errors:
+        click.echo(f"More: flowforge show {result.run_id}", err=True)
 
 
 @click.command()
@@ -313,6 +317,8 @@ def _task_name(task: dict[str, Any]) -> str:
 
 
 def _task_row(task: dict[str, Any]) -> dict[str, object]:
+    from flowforge.cli.watch import first_line
+
     notes = []
     if task["waits"]:
         notes.append(f"waits: {task['waits']}" if task["state"] in ("pending", "ready") else task["waits"])
@@ -323,7 +329,7 @@ def _task_row(task: dict[str, Any]) -> dict[str, object]:
     if task["reaps"]:
         notes.append(f"taken back {task['reaps']} of at most {task['max_reaps']} times from a lost worker")
     if task["error"] and task["state"] == "failed":
-        notes.append(task["error"].strip().partition("\n")[0][:200])
+        notes.append(first_line(task["error"])[:200])
     ran = task["started_at"] is not None
     return {
         "task": _task_name(task),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,7 @@ def change_line(change: dict[str, Any]) -> str:
     if change["event"] == "run":
         return f"run {change['run_id']} of {change['workflow']}: {change['state']}{after}"
     attempt = f", attempt {change['attempt']}" if change["attempt"] > 1 else ""
-    error = f": {_first_line(change['error'])}" if change["error"] and change["state"] == "failed" else ""
+    error = f": {first_line(change['error'])}" if change["error"] and change["state"] == "failed" else ""
     return f"{change['task']}: {change['state']}{after}{attempt}{error}"
 
 
@@ -192,7 +193,10 @@ def picture(snapshot: Snapshot, height: int) -> Group:
         )
     parts: list[Any] = [title, table]
     if len(shown) < len(snapshot.tasks):
-        parts.append(Text(f"… and {len(snapshot.tasks) - len(shown)} more tasks", style="dim"))
+        seen = {task["task_run_id"] for task in shown}
+        rest = Counter(task["state"] for task in snapshot.tasks if task["task_run_id"] not in seen)
+        states = ", ".join(f"{count} {state}" for state, count in sorted(rest.items()))
+        parts.append(Text(f"… and {rest.total()} more tasks: {states}", style="dim"))
     return Group(*parts)
 
 
@@ -228,7 +232,7 @@ def _note(task: dict[str, Any]) -> Any:
     from rich.text import Text
 
     if task["state"] == "failed" and task["error"]:
-        return Text(_first_line(task["error"]), style="red", overflow="ellipsis", no_wrap=True)
+        return Text(first_line(task["error"]), style="red", overflow="ellipsis", no_wrap=True)
     parts = []
     if task["map_count"] is not None:
         done = task["map_count"] if task["state"] == "succeeded" else task["done"] or 0
@@ -244,7 +248,8 @@ def _note(task: dict[str, Any]) -> Any:
     return Text(", ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """What an error says in short."""
     return text.strip().partition("\n")[0]
 
 

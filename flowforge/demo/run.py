@@ -77,7 +77,10 @@ def run(root: Path, title: str, data_dir: Path | None, show: Callable[[str, int]
 @contextlib.contextmanager
 def _straight_count(root: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "flowforge.demo.census", str(root)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+    # A session of its own: Ctrl-C is this process's to handle.
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         try:
             yield process
         finally:

@@ -137,7 +137,7 @@ def test_trigger_prints_the_id_and_wait_the_outputs(live: Shell) -> None:
 def test_trigger_wait_ends_with_the_run(live: Shell) -> None:
     failed = live("trigger", "orders", "-i", '{"bad": 1}', "-w", code=exits.EXIT_FAILED)
     assert failed.stdout == ""
-    assert "price failed: " in failed.stderr
+    assert re.search(r"^price failed: .+\nMore: flowforge show 1\n$", failed.stderr, re.MULTILINE)
     assert live.document("trigger", "orders", "-i", '{"bad": 1}', "-w", code=1)["state"] == "failed"
 
 
@@ -519,6 +519,28 @@ def test_live_picture_ends_with_the_run(live: Shell) -> None:
     last = picture.rpartition("run 1")[2]
     assert re.search(r"✔ succeeded +price +━+ +40 of 40", last)
     assert "total: 780" in last
+
+
+def test_live_picture_of_many_tasks_fits_the_terminal(db: Database) -> None:
+    """The tasks that tell most are shown, such as a failure, and the rest in numbers."""
+    wide = Workflow("wide")
+    for number in range(50):
+        wide.task(name=f"t{number}", after=[] if number % 10 else ["t1"] * (number > 0))(
+            sad if number == 33 else glad
+        )
+    with running(Config(database_url=db.dsn), wide):
+        picture = ESCAPES.sub("", on_terminal(Shell(db.dsn), "trigger", "wide", "--wait", LINES="20"))
+    last = picture.rpartition("run 1")[2]
+    assert "✖ failed     t33" in last
+    assert re.search(r"… and \d+ more tasks: \d+ succeeded", last)
+    assert sum("succeeded  t" in line for line in last.splitlines()) < 20
+
+
+def glad(ctx: Context) -> None: ...
+
+
+def sad(ctx: Context) -> None:
+    raise PermanentError("no")
 
 
 def test_durations_read_well() -> None:

@@ -1,7 +1,9 @@
 """The demo: its figures by hand on a small tree, its report, and the command from end to end."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +20,7 @@ from flowforge.demo import census, report
 from flowforge.demo import run as demo_run
 from flowforge.demo.workflow import census as workflow
 from flowforge.errors import FlowForgeError
+from tests.services.process import descendants, wait_for_end
 
 MODULE = """\
 import os, os.path
@@ -227,6 +230,25 @@ def test_demo_as_json(tree: Path, tmp_path: Path) -> None:
     assert document["state"] == "succeeded"
     assert document["totals"] == census.straight_count(tree)
     assert Path(document["page"]).is_file()
+
+
+def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path: Path) -> None:
+    """Sent to the whole group, as a terminal does, while the census of the standard library goes on."""
+    command = [sys.executable, "-m", "flowforge", "demo", "--output", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("census_package: "):
+            assert process.poll() is None
+        below = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == exits.EXIT_INTERRUPTED
+    assert "Traceback" not in err
+    assert len(below) >= 2
+    wait_for_end(below)
+    assert not list(tmp_path.iterdir())
 
 
 def test_demo_fails_when_the_figures_differ(
