@@ -328,6 +328,33 @@ def test_time_limit_cuts_the_open_transaction(bench: Bench) -> None:
     assert effects(bench) == []
 
 
+def test_what_is_given_back_at_shutdown_cannot_commit_any_more(bench: Bench) -> None:
+    """The handler's thread outlives the grace time, and goes on to the end of its transaction."""
+    workflow = Workflow("w")
+    gate, ended = Gate(), []
+
+    @workflow.task
+    def pay(ctx: Context) -> None:
+        try:
+            with ctx.transaction() as tx:
+                write(tx, ctx, "paid")
+                gate.wait()
+        except BaseException as exc:
+            ended.append(exc)
+            raise
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow, grace=0, lease=600) as worker:
+        gate.await_arrivals()
+    assert worker.worker.left_behind
+    assert bench.task(run, "pay")["state"] == "ready"
+    gate.open()
+    wait_until(lambda: bool(ended), "the end of the handler")
+    assert effects(bench) == []
+    assert bench.task(run, "pay")["state"] == "ready"
+
+
 def test_the_server_ends_a_transaction_whose_worker_is_gone(bench: Bench) -> None:
     """Time-outs that the server itself keeps, bounded by the time limit."""
     workflow = Workflow("w")

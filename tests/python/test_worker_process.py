@@ -117,6 +117,7 @@ def test_killed_at_any_step_the_run_still_ends_with_one_result(
     bench = rabbit_bench
     trace_table(bench)
     workflow = define_only(bench, "quick")
+    bench.never_redispatch()
     run = bench.trigger(workflow)
     bench.wait_state(run, "quick", "ready")
     victim = start(bench, lease=1, crash_at=f"worker:{point}")
@@ -187,20 +188,6 @@ def test_what_does_not_finish_in_time_is_given_back_uncounted(
     assert (after["attempt"], after["reaps"]) == (1, 0)
     assert after["dispatch_id"] == before["dispatch_id"]
     assert traced(bench, "ended") == 0
-
-
-def test_an_abandoned_handler_cannot_commit_any_more(bench: Bench, start: Callable[..., Process]) -> None:
-    trace_table(bench)
-    workflow = define_only(bench, "paying")
-    run = bench.trigger(workflow)
-    process = start(bench, grace=1, lease=3600)
-    wait_until(lambda: traced(bench, "begun") == 1, "the transaction")
-    process.signal(signal.SIGTERM)
-    wait_until(lambda: bench.task(run, "paying")["state"] == "ready", "the release")
-    go(bench)
-    assert process.wait() == 0
-    assert traced(bench, "paid") == 0
-    assert bench.task(run, "paying")["state"] == "ready"
 
 
 def test_a_worker_without_slots_left_gives_up(bench: Bench, start: Callable[..., Process]) -> None:

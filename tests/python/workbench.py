@@ -87,6 +87,10 @@ class Bench:
     def define(self, workflow: Workflow) -> None:
         self.execute("select flowforge.define_workflow(%s)", json.dumps(workflow.spec()))
 
+    def never_redispatch(self) -> None:
+        """A message lost between broker and worker stays lost, so that a test finds out."""
+        self.execute("select flowforge.configure_queue('default', redispatch_delay => '10 hours')")
+
     def trigger(self, workflow: Workflow, value: Any = None) -> int:
         run: int = self.one("select flowforge.trigger(%s, %s::jsonb)", workflow.name, json.dumps(value))
         return run

@@ -59,18 +59,6 @@ async def gentle(ctx: Context) -> None:
     await asyncio.Event().wait()
 
 
-@workflow.task
-def paying(ctx: Context) -> None:
-    """Stands in the middle of its transaction."""
-    with ctx.transaction() as tx:
-        tx.execute(
-            "insert into public.trace values (%s, %s, 'paid', 0)", [ctx.task_run_id, ctx.fencing_token]
-        )
-        trace(ctx, "begun")
-        while not released(ctx):
-            time.sleep(0.05)
-
-
 @workflow.task(time_limit=0.5)
 def stuck(ctx: Context) -> None:
     """Blocked in C for longer than any test."""
