@@ -386,10 +386,7 @@ class _Loop:
             except psycopg.Error as exc:
                 if self.stop.immediate:
                     return
-                passing = db.is_transient(exc)
-                if not passing and not self.started:
-                    raise from_database(exc) from exc
-                self._lost(from_database(exc), passing=passing)
+                self._lost(from_database(exc), passing=db.is_transient(exc))
             except (DatabaseError, SchemaError, MissingPrivilege) as exc:
                 # From connecting and its checks. Once started, a daemon outlasts even these: a failover, a
                 # restore or a rotated password may look like them for a while.

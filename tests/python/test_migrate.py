@@ -100,10 +100,22 @@ def test_databases_of_one_server_may_be_migrated_at_the_same_time(own_server: Po
     assert [report.applied for report in reports] == [tuple(MIGRATIONS)] * 4
 
 
-def test_a_lock_row_of_a_killed_runner_blocks_nobody(db: Database) -> None:
+def test_a_lock_row_of_a_killed_runner_blocks_nobody(
+    pg_server: PostgresServer, db: Database, empty: str
+) -> None:
     with db.connect() as conn:
-        conn.execute("insert into flowforge.yoyo_lock (locked, ctime, pid) values (1, now(), 1)")
-    migrate(db.dsn)
+        assert value(conn, "select count(*) from flowforge.yoyo_lock") == 0
+    with pg_server.connect(empty) as conn:
+        # As of a runner that died while yoyo was making its own tables.
+        conn.execute(
+            """
+            create schema flowforge authorization flowforge_owner;
+            set role flowforge_owner;
+            create table flowforge.yoyo_lock (locked int primary key default 1, ctime timestamp, pid int);
+            insert into flowforge.yoyo_lock (pid) values (1);
+            """
+        )
+    assert list(migrate(pg_server.dsn(empty)).applied) == MIGRATIONS
 
 
 def test_a_runner_killed_in_a_migration_leaves_the_next_one_free(db: Database, files: Path) -> None:
