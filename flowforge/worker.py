@@ -128,6 +128,8 @@ class Worker:
         """Work until asked to stop, or until nothing can be done any more; the exit code."""
         try:
             self._check()
+            if self._stop.requested:
+                return runner.EXIT_OK
             self._start()
         except FlowForgeError as exc:
             _log.error(str(exc))
@@ -237,4 +239,4 @@ class Worker:
         return self._broken is None and self._stop.immediate
 
     def _totals(self) -> dict[str, int]:
-        return dict(sorted(self.counts.items()))
+        return dict(sorted(dict(self.counts).items()))

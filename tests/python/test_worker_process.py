@@ -1,6 +1,5 @@
 """A worker's process: killed at every step, asked to end, out of slots."""
 
-import contextlib
 import json
 import os
 import signal
@@ -55,8 +54,9 @@ class Process:
     def wait_event(self, event: str) -> None:
         wait_until(lambda: event in self.events(), f"{event!r} in the log of the worker")
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int) -> bool:
         self._process.send_signal(number)
+        return False
 
     def wait(self) -> int:
         code = self._process.wait(60)
@@ -177,17 +177,43 @@ def test_what_does_not_finish_in_time_is_given_back_uncounted(
     before = bench.task(run, task)
     process.signal(signal.SIGTERM)
     if how == "second signal":
-        process.signal(signal.SIGTERM)
-        # Two signals may be merged into one while the first is not handled yet.
-        with contextlib.suppress(ProcessLookupError):
-            threading.Event().wait(0.5)
-            process.signal(signal.SIGTERM)
+        # Again and again, since two signals are merged into one while the first is not handled yet.
+        told = "handlers did not finish in the grace time; giving their task runs back"
+        wait_until(lambda: told in process.events() or process.signal(signal.SIGTERM), told)
     assert process.wait() == 0
     after = bench.task(run, task)
     assert after["state"] == "ready"
     assert (after["attempt"], after["reaps"]) == (1, 0)
     assert after["dispatch_id"] == before["dispatch_id"]
     assert traced(bench, "ended") == 0
+
+
+def test_a_worker_that_stood_still_finds_out_and_changes_nothing(
+    bench: Bench, start: Callable[..., Process]
+) -> None:
+    """Stopped as a whole for longer than its lease: another one runs the task, and the first one's result is
+    not taken when it wakes up."""
+    trace_table(bench)
+    workflow = define_only(bench, "patient")
+    run = bench.trigger(workflow)
+    first = start(bench, lease=1, concurrency=1)
+    wait_until(lambda: traced(bench, "begun") == 1, "the handler")
+    first.signal(signal.SIGSTOP)
+    second = start(bench, lease=1, concurrency=1)
+    wait_until(lambda: traced(bench, "begun") == 2, "the second execution")
+    go(bench)
+    assert bench.wait_run(run) == ["succeeded"]
+    before = bench.task(run, "patient")
+    first.signal(signal.SIGCONT)
+    wait_until(lambda: traced(bench, "ended") == 2, "the end of the first execution")
+    for process in (first, second):
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+    assert bench.task(run, "patient") == before
+    assert (before["fencing_token"], before["reaps"], before["attempt"]) == (2, 0, 1)
+    totals = first.log[-1]
+    assert totals["claimed"] == 1
+    assert totals.get("fenced", 0) + totals.get("not_sent", 0) == 1
 
 
 def test_a_worker_without_slots_left_gives_up(bench: Bench, start: Callable[..., Process]) -> None:
