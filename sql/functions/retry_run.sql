@@ -72,6 +72,7 @@ declare
     v_reset bigint[];
     v_elements bigint[];
     v_old bigint[];
+    v_settled bigint;
     v_affected bigint[];
     v_free bigint[];
 begin
@@ -79,11 +80,12 @@ begin
     -- expansions that are given up.
     select coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.kind = 'own'), '{}'),
         coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.kind = 'element'), '{}'),
-        coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.kind = 'old'), '{}')
-    into v_reset, v_elements, v_old
+        coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.kind = 'old'), '{}'),
+        count(*) filter (where l.kind in ('own', 'element') and l.stage = 'settled')
+    into v_reset, v_elements, v_old, v_settled
     from unnest(p_task_ids) b (task_id)
     cross join lateral (
-        select tr.task_run_id,
+        select tr.task_run_id, tr.stage,
             case when tr.map_index is null then case when tr.state not in ('pending', 'ready', 'running') then 'own' end
                 when b.task_id = any (p_expand_again) then case when tr.state in ('pending', 'ready') then 'old' end
                 when tr.state in ('failed', 'cancelled') and tr.generation = (
@@ -112,7 +114,8 @@ begin
     where tr.task_run_id = any (v_old) and tr.state in ('pending', 'ready');
     update flowforge.run r
     set state = 'running', finished_at = null, cancel_requested_at = null, cancel_reason = null,
-        unsettled = r.unsettled + cardinality(v_reset) + cardinality(v_elements) - cardinality(v_old)
+        -- What finished after the caller settled is still among the unsettled.
+        unsettled = r.unsettled + v_settled - cardinality(v_old)
     where r.run_id = p_run_id;
 
     -- Counters of all that waits at or below what was reset, recounted from the edges by "not settled".
