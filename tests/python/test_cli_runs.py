@@ -1,0 +1,358 @@
+"""The commands about runs: what each prints for people, for programs and on a terminal, and how it ends."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowforge import Client, Context, PermanentError, Workflow
+from flowforge.cli import exits
+from flowforge.cli.common import duration
+from flowforge.config import Config
+from tests.python.running import running
+from tests.python.shell import Shell
+from tests.services.database import Database
+from tests.services.process import wait_until
+
+flow = Workflow("orders")
+
+
+@flow.task
+def fetch(ctx: Context) -> list[int]:
+    return list(range(ctx.input.get("count", 3)))
+
+
+@flow.task(map=fetch)
+def price(ctx: Context) -> int:
+    if ctx.item == ctx.input.get("bad"):
+        raise PermanentError(f"item {ctx.item} has no price")
+    return int(ctx.item) * 10
+
+
+@flow.task(after=price)
+def total(ctx: Context) -> int:
+    return sum(ctx.upstream["price"])
+
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def shell(db: Database) -> Shell:
+    """Commands against a database that knows the workflow, where nothing runs it."""
+    with Client(db.dsn) as client:
+        client.define(flow)
+    return Shell(db.dsn)
+
+
+@pytest.fixture
+def live(db: Database, shell: Shell) -> Iterator[Shell]:
+    """The same, with everything running."""
+    with running(Config(database_url=db.dsn), flow):
+        yield shell
+
+
+# -- trigger
+
+
+def test_trigger_prints_the_id_and_wait_the_outputs(live: Shell) -> None:
+    run_id = int(live("trigger", "orders").stdout)
+    assert live.document("trigger", "orders") == {"run_id": run_id + 1, "workflow": "orders"}
+    waited = live("trigger", "orders", "--input", '{"count": 4}', "--wait", "--timeout", "60")
+    assert waited.stdout == "total: 60\n"
+    assert "total: succeeded" in waited.stderr
+    document = live.document("trigger", "orders", "--wait")
+    assert document["state"] == "succeeded"
+    assert document["outputs"] == {"total": 30}
+
+
+def test_trigger_wait_ends_with_the_run(live: Shell) -> None:
+    failed = live("trigger", "orders", "-i", '{"bad": 1}', "-w", code=exits.EXIT_FAILED)
+    assert failed.stdout == ""
+    assert re.search(r"^price failed: .+\nMore: flowforge show 1\n$", failed.stderr, re.MULTILINE)
+    assert live.document("trigger", "orders", "-i", '{"bad": 1}', "-w", code=1)["state"] == "failed"
+
+
+def test_trigger_wait_gives_up_in_time(shell: Shell) -> None:
+    result = shell("trigger", "orders", "-w", "--timeout", "0.1s", code=exits.EXIT_TIMEOUT)
+    assert "goes on" in result.stderr
+    assert "flowforge watch 1" in result.stderr
+
+
+def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "input.json"
+    file.write_text('{"from": "file ä"}', encoding="utf-8")
+    shell("trigger", "orders", "--input", f"@{file}")
+    shell("trigger", "orders", "--input", "-", stdin='{"from": "pipe"}')
+    options = ["--priority", "5", "--delay", "2h", "-l", "team=data", "-l", "x=a=b", "--version", "1"]
+    shell("trigger", "orders", "--idempotency-key", "k", *options)
+    assert shell("trigger", "orders", "--idempotency-key", "k").stdout == "3\n"
+    with Client(shell.environment["FLOWFORGE_DATABASE_URL"]) as client:
+        assert client.result(3).state == "running"
+    third = shell.document("show", 3)["run"]
+    assert third["labels"] == {"team": "data", "x": "a=b"}
+    assert third["priority"] == 5
+    assert third["idempotency_key"] == "k"
+    assert "until" in shell.document("show", 3)["tasks"][0]["waits"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--input", "{"], "not JSON"),
+        (["--input", '{"x": NaN}'], "NaN is not JSON"),
+        (["--input", "@/nonexistent"], "/nonexistent"),
+        (["--input", r'"\u0000"'], r"U\+0000"),
+        (["--delay", "soon"], "'soon' is not a length of time"),
+        (["--delay", "-1"], "not a length of time"),
+        (["--label", "novalue"], "KEY=VALUE"),
+        (["--priority", "high"], "integer"),
+        (["--nonsense"], "No such option"),
+    ],
+)
+def test_wrong_use_is_told(shell: Shell, arguments: list[str], says: str) -> None:
+    assert re.search(says, shell("trigger", "orders", *arguments, code=exits.EXIT_USAGE).stderr)
+
+
+def test_refusals_of_the_database_are_one_line(shell: Shell) -> None:
+    shell("trigger", "orders", "--idempotency-key", "k")
+    for arguments, code, says in (
+        (("trigger", "nosuch"), exits.EXIT_FAILED, "nosuch"),
+        (("trigger", "orders", "--version", "7"), exits.EXIT_FAILED, "no version 7"),
+        (("trigger", "orders", "--idempotency-key", "k", "-i", "1"), exits.EXIT_REFUSED, "'k'"),
+        (("trigger", "orders", "--priority", "1000000000"), exits.EXIT_USAGE, "priority"),
+        (("show", "99"), exits.EXIT_FAILED, "no run 99"),
+        (("show", "1", "--output", "nosuch"), exits.EXIT_FAILED, "nosuch"),
+        (("watch", "99"), exits.EXIT_FAILED, "no run 99"),
+        (("cancel", "99"), exits.EXIT_FAILED, "no run 99"),
+        (("retry", "99"), exits.EXIT_FAILED, "no run 99"),
+    ):
+        result = shell(*arguments, code=code)
+        assert result.stdout == ""
+        assert re.fullmatch(rf"error: .*{re.escape(says)}.*\n", result.stderr), result.stderr
+
+
+# -- runs and show
+
+
+def test_runs_lists_pages_and_filters(shell: Shell, db: Database) -> None:
+    other = Workflow("other")
+    other.task(name="t")(lambda ctx: None)
+    with Client(db.dsn) as client:
+        client.define(other)
+        client.trigger_many(flow, [{}] * 5)
+        client.trigger("other")
+        client.cancel(2)
+    assert [run["run_id"] for run in shell.documents("runs")] == [6, 5, 4, 3, 2, 1]
+    assert [run["run_id"] for run in shell.documents("runs", "--limit", 2)] == [6, 5]
+    assert [run["run_id"] for run in shell.documents("runs", "--limit", 2, "--after", 5)] == [4, 3]
+    assert [run["run_id"] for run in shell.documents("runs", "--workflow", "other")] == [6]
+    assert [run["run_id"] for run in shell.documents("runs", "--state", "cancelled")] == [2]
+    page = shell("runs", "--limit", 2)
+    assert "--after 5" in page.stderr
+    assert "--after" not in shell("runs", "--limit", 6).stderr
+    assert shell("runs", "--state", "failed", code=exits.EXIT_FAILED).stderr == "No runs found.\n"
+    assert shell.documents("runs", "--after", 1, code=exits.EXIT_FAILED) == []
+
+
+def test_lists_are_plain_in_a_pipe(shell: Shell) -> None:
+    """One run a line, whole, in columns that other programs can take apart, without signs and colours."""
+    shell("trigger", "orders")
+    heading, line = shell("runs").stdout.splitlines()
+    assert heading.split() == ["run", "workflow", "state", "tasks_done", "failed", "triggered", "duration"]
+    assert re.fullmatch(r"1 +orders v1 +pending +0/3 +- +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +\S+ \S+", line)
+
+
+def test_show_tells_states_waits_attempts_and_errors(live: Shell) -> None:
+    live("trigger", "orders", "-i", '{"bad": 1}', "-w", code=1)
+    shown = live("show", 1).stdout
+    assert shown.startswith("Run 1 of orders v1\n  state      failed\n")
+    assert re.search(r"^fetch +succeeded +1/1 +\S+ \S+ +\S+", shown, re.MULTILINE)
+    assert re.search(r"^price +failed .*3 elements; 1 of 3", shown, re.MULTILINE)
+    assert re.search(r"^price\[1\] +failed +1/1 .*item 1 has no price", shown, re.MULTILINE)
+    assert re.search(r"^total +skipped .*rule all_succeeded was not met", shown, re.MULTILINE)
+    assert "price[0]" not in shown
+    assert re.search(r"^price\[0\] +succeeded", live("show", 1, "--elements").stdout, re.MULTILINE)
+    document = live.document("show", 1)
+    assert document["run"]["state"] == "failed"
+    assert document["run"]["duration"] > 0
+    assert [(task["task"], task["map_index"]) for task in document["tasks"]] == [
+        ("fetch", None),
+        ("price", None),
+        ("total", None),
+        ("price", 1),
+    ]
+
+
+def test_show_says_why_a_task_waits(shell: Shell, db: Database) -> None:
+    shell("trigger", "orders")
+    assert re.search(r"^total .*waits: 1 of 1 upstreams", shell("show", 1).stdout, re.MULTILINE)
+    with db.connect() as connection:
+        connection.execute("select flowforge.pause_queue('default')")
+    assert re.search(r"^fetch .*waits: queue default is paused", shell("show", 1).stdout, re.MULTILINE)
+
+
+def test_show_output_is_the_bare_json(live: Shell) -> None:
+    live("trigger", "orders", "-w")
+    assert live("show", 1, "--output", "price").stdout == "[0, 10, 20]\n"
+    assert live("show", 1, "--output", "total").stdout == "30\n"
+
+
+# -- watch, cancel, retry
+
+
+def test_watch_tells_changes_until_the_end(live: Shell) -> None:
+    live("trigger", "orders")
+    lines = live("watch", 1).stdout.splitlines()
+    assert re.fullmatch(r"run 1 of orders: succeeded after .*", lines[-1])
+    events = live.documents("watch", 1)
+    assert [event["task"] for event in events if event["event"] == "task"] == ["fetch", "price", "total"]
+    assert events[-1]["event"] == "run"
+    assert events[-1]["state"] == "succeeded"
+
+
+def test_watch_tells_the_progress_of_a_map(shell: Shell, db: Database) -> None:
+    """Told while it goes on: the run is brought half way through by hand, then to its end."""
+    shell("trigger", "orders", "-i", '{"count": 10}')
+    with db.connect() as connection:
+
+        def step(how_many: int) -> None:
+            for call in ("settle_finished()", "expand_map()", "dispatch_ready()"):
+                connection.execute(f"select flowforge.{call}")
+            connection.execute(
+                "select flowforge.finish_task_run(c.task_run_id, c.fencing_token, 'succeeded', %s::jsonb) "
+                "from flowforge.claim_next('{default}', 'w', gen_random_uuid(), '1 min', %s) c",
+                ["[1,2,3,4,5,6,7,8,9,10]", how_many],
+            )
+
+        step(1)
+        step(5)
+        events: list[dict[str, Any]] = []
+        watching = threading.Thread(target=lambda: events.extend(shell.documents("watch", 1)))
+        query = (
+            "select from pg_stat_activity where datname = current_database() and state = 'idle' "
+            "and application_name = 'flowforge cli' and query like '%map_index is null%'"
+        )
+        watching.start()
+        wait_until(lambda: connection.execute(query).rowcount > 0, "the first look")
+        step(5)
+        step(1)
+        connection.execute("select flowforge.settle_finished()")
+        watching.join()
+    progress = [event for event in events if event["event"] == "progress"]
+    assert progress[0]["fraction"] == 0.5
+    assert (progress[0]["task"], progress[0]["done"], progress[0]["total"]) == ("price", 5, 10)
+    assert events[-1]["state"] == "succeeded"
+
+
+def test_watch_of_a_failure_and_of_one_without_end(live: Shell) -> None:
+    live("trigger", "orders", "-i", '{"bad": 0}', "-w", code=1)
+    assert live.documents("watch", 1, code=exits.EXIT_FAILED)[-1]["state"] == "failed"
+    live("trigger", "orders", "--delay", "1h")
+    assert "goes on" in live("watch", 2, "--timeout", "0.1", code=exits.EXIT_TIMEOUT).stderr
+
+
+def test_cancel_and_retry(live: Shell) -> None:
+    live("trigger", "orders", "--delay", "1h")
+    assert live("cancel", 1, "--reason", "too early").stdout == "Run 1 is being cancelled.\n"
+    assert live.documents("watch", 1, code=1)[-1]["state"] == "cancelled"
+    assert "too early" in live("show", 1).stdout
+    assert "not changed" in live("cancel", 1, code=exits.EXIT_FAILED).stdout
+    assert live.document("cancel", 1, code=exits.EXIT_FAILED) == {"run_id": 1, "changed": False}
+    assert live.document("retry", 1, "--request-id", "a") == {"run_id": 1, "reset": 3}
+    assert live.documents("watch", 1)[-1]["state"] == "succeeded"
+    assert "nothing" in live("retry", 1, code=exits.EXIT_FAILED).stdout
+    assert "run again" in live("retry", 1, "--from", "price").stdout
+    assert live.documents("watch", 1)[-1]["state"] == "succeeded"
+
+
+def test_retry_of_what_is_under_way_is_refused(shell: Shell, db: Database) -> None:
+    shell("trigger", "orders")
+    with db.connect() as connection:
+        connection.execute("select flowforge.dispatch_ready()")
+    result = shell("retry", 1, "--from", "fetch", code=exits.EXIT_REFUSED)
+    assert "fetch" in result.stderr
+
+
+# -- terminals
+
+
+def on_terminal(shell: Shell, *arguments: str, **environment: str) -> str:
+    """What the command writes to a terminal, escape sequences and all."""
+    leader, follower = pty.openpty()
+    settings = os.environ | shell.environment | {"TERM": "xterm-256color"} | environment
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flowforge", *arguments],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=settings,
+        close_fds=True,
+    )
+    os.close(follower)
+    written = b""
+    try:
+        while chunk := os.read(leader, 65536):
+            written += chunk
+    except OSError:  # how Linux says that the last writer has closed it
+        pass
+    finally:
+        os.close(leader)
+        process.wait()
+    return written.decode()
+
+
+def test_terminal_has_colours_unless_told_otherwise(live: Shell) -> None:
+    live("trigger", "orders", "-w")
+    for command in (["runs"], ["show", "1"], ["watch", "1"]):
+        coloured = on_terminal(live, *command)
+        assert "\x1b[32m✔ succeeded" in coloured
+        plain = on_terminal(live, *command, NO_COLOR="1")
+        assert "✔ succeeded" in plain
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", plain)
+    assert "\x1b[" not in on_terminal(live, "runs", "--json")
+
+
+def test_live_picture_ends_with_the_run(live: Shell) -> None:
+    picture = ESCAPES.sub("", on_terminal(live, "trigger", "orders", "--input", '{"count": 40}', "--wait"))
+    last = picture.rpartition("run 1")[2]
+    assert re.search(r"✔ succeeded +price +━+ +40 of 40", last)
+    assert "total: 780" in last
+
+
+def test_live_picture_of_many_tasks_fits_the_terminal(db: Database) -> None:
+    """The tasks that tell most are shown, such as a failure, and the rest in numbers."""
+    wide = Workflow("wide")
+    for number in range(50):
+        wide.task(name=f"t{number}", after=[] if number % 10 else ["t1"] * (number > 0))(
+            sad if number == 33 else glad
+        )
+    with running(Config(database_url=db.dsn), wide):
+        picture = ESCAPES.sub("", on_terminal(Shell(db.dsn), "trigger", "wide", "--wait", LINES="20"))
+    last = picture.rpartition("run 1")[2]
+    assert "✖ failed     t33" in last
+    assert re.search(r"… and \d+ more tasks: \d+ succeeded", last)
+    assert sum("succeeded  t" in line for line in last.splitlines()) < 20
+
+
+def glad(ctx: Context) -> None: ...
+
+
+def sad(ctx: Context) -> None:
+    raise PermanentError("no")
+
+
+def test_durations_read_well() -> None:
+    told = [
+        duration(timedelta(seconds=each)) for each in (0.0123, 0.9996, 59.94, 59.96, 3599.6, 86399, 90000)
+    ]
+    assert told == ["12 ms", "1.0 s", "59.9 s", "1 min 00 s", "1 h 00 min", "23 h 59 min", "1 d 01 h"]
+    assert duration(None) is None
