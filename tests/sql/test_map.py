@@ -224,6 +224,23 @@ def test_a_retry_from_a_named_task_expands_anew(engine: Engine, named: str) -> N
     assert engine.run_state(run_id) == "succeeded"
 
 
+def test_successes_of_an_earlier_expansion_make_up_for_no_failure(engine: Engine) -> None:
+    run_id = expanded(engine, [1, 2, 3])
+    engine.drive(over(None))
+    engine.call("retry_run", run_id, "m")
+    engine.schedule()
+    failed, *others = engine.claim_next()
+    engine.finish(failed, "failed")
+    engine.finish_all(others)
+    engine.schedule()
+    own = engine.task_run(run_id, "m")
+    assert (own.state, own.error) == ("failed", "1 of 3 elements did not succeed (1 failed)")
+    # And their failures make up for no success.
+    engine.call("retry_run", run_id, "m")
+    engine.drive(over(None))
+    assert engine.task_run(run_id, "m").state == "succeeded"
+
+
 def test_a_retry_of_a_failed_upstream_expands_anew(engine: Engine) -> None:
     run_id = engine.start(task("a"), task("x"), task("m", "x", map="a", when="any_succeeded"))
 

@@ -76,6 +76,19 @@ def test_an_unpublished_order_serves_again(engine: Engine) -> None:
     assert engine.messages() == [order]
 
 
+def test_an_order_of_an_earlier_attempt_does_not_serve(engine: Engine) -> None:
+    """It can be unpublished still: its publisher died between the confirm and the mark."""
+    engine.start(task("a", retry={"max_attempts": 2, "delay": 0}))
+    (early,) = engine.messages()
+    engine.finish(engine.claim(early), "failed")
+    engine.schedule()
+    order = engine.messages()[-1]
+    engine.call("mark_published", [order.outbox_id])
+    release(engine, engine.claim(order), "shutdown")
+    (fetched,) = engine.table("fetch_outbox", 10)
+    assert fetched.dispatch_id == order.dispatch_id
+
+
 # What kills its workers: HD-21
 
 
