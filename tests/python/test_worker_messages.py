@@ -108,6 +108,7 @@ def test_prefetched_messages_go_back_when_no_slot_comes_free(
     monkeypatch.setattr(messages, "PAUSE_AFTER", 0.3)
     bench, witness = rabbit_bench, Witness().closed()
     bench.define(witness.workflow)
+    bench.never_redispatch()
     runs = bench.trigger_many(witness.workflow, 3)
     with bench.worker(witness.workflow, concurrency=1):
         witness.gate.await_arrivals(1)
