@@ -39,6 +39,14 @@ def test_oldest_first_and_no_more_than_asked(engine: Engine) -> None:
     assert ids(fetch(engine, 3)) == ids(engine.messages())[:3]
 
 
+def test_what_has_been_claimed_already_is_not_published(engine: Engine) -> None:
+    """Its message went out, and the mark was lost."""
+    engine.start(task("a"))
+    (order,) = fetch(engine)
+    engine.claim(order)
+    assert fetch(engine) == []
+
+
 def test_two_publishers_share_the_work(db: Database, committing: Engine) -> None:
     committing.start(*(task(f"t{i}") for i in range(6)))
     fetching = "select outbox_id from flowforge.fetch_outbox(4)"

@@ -49,6 +49,15 @@ def test_what_is_still_to_be_published_is_not_lost(engine: Engine) -> None:
     assert len(engine.messages()) == 2
 
 
+def test_one_order_that_is_still_to_be_published_is_enough(engine: Engine) -> None:
+    engine.start(task("a"))
+    publish(engine)
+    engine.advance("30 s")
+    assert engine.call("redispatch_lost") == 1
+    engine.advance("1 hour")
+    assert engine.call("redispatch_lost") == 0
+
+
 def test_what_was_published_only_lately_is_not_lost(engine: Engine) -> None:
     engine.start(task("a"))
     engine.advance("1 hour")  # the broker was away

@@ -90,6 +90,7 @@ def test_attempt_numbers_go_on_and_budgets_start_anew(engine: Engine) -> None:
         assert engine.task_run(run_id, "a").state == state
     engine.schedule()
     engine.call("retry_run", run_id)
+    assert engine.task_run(run_id, "a").reaps == 0
     engine.drive(failing("a"))
     row = engine.task_run(run_id, "a")
     assert (row.attempt, row.fencing_token, row.failures) == (5, 6, 2)
