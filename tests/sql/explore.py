@@ -118,14 +118,14 @@ def _run(laboratory: Laboratory, scenario: Scenario, schedule: _Schedule, done: 
         programs = next(body)
         assert programs is not None
         done.sessions = len(programs)
-        results, met = laboratory.interleave(programs, schedule)
+        results = laboratory.interleave(programs, schedule)
         _conclude(laboratory, body, results, done.outcomes)
     except BaseException as error:
         laboratory.abandon()
         error.add_note(f"schedule {done.schedules + 1}:\n" + "\n".join(laboratory.trace))
         raise
     done.schedules += 1
-    done.met += met
+    done.met += laboratory.met
 
 
 def _conclude(laboratory: Laboratory, body: Body, results: list[Any], seen: set[Any]) -> None:

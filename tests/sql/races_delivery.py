@@ -56,11 +56,10 @@ def publish_publish(lab: Laboratory) -> Body:
 def publish_redispatch(lab: Laboratory) -> Body:
     """An order armed again while the publisher holds an earlier one is not swallowed by the late mark."""
     lab.start("one")
-    published, armed = yield [publish(), call("redispatch", "default")]
+    _, armed = yield [publish(), call("redispatch", "default")]
     assert armed == 1
     # Nothing is left to be published only if the publisher fetched after it had been armed again.
     assert _orders(lab)[1] == 1 or _before(lab, "2: commit", "1: fetch_outbox 1")
-    assert _orders(lab)[0] == len(published)
 
 
 def publish_rolled_back_redispatch(lab: Laboratory) -> Body:
@@ -74,6 +73,41 @@ def publish_rolled_back_redispatch(lab: Laboratory) -> Body:
     _, armed = yield [loses(), call("redispatch", "default")]
     assert armed == 1
     assert _orders(lab)[1] >= 1
+
+
+def refuse_redispatch(lab: Laboratory) -> Body:
+    """An order that the broker refuses is armed again meanwhile: it is kept, and its delay with it."""
+    lab.start("one")
+
+    def refused() -> Program:
+        orders = yield from table("fetch_outbox", 1)
+        if orders:
+            yield from call("mark_refused", [orders[0].outbox_id], ["no queue"])
+        return len(orders)
+
+    fetched, armed = yield [refused(), call("redispatch", "default")]
+    assert armed == 1
+    tries = lab.rows("select tries from flowforge.outbox order by outbox_id")
+    assert [each.tries for each in tries] in ([[1], [1, 0]] if fetched else [[0]])
+    waits = yield
+    assert waits in (0, 1)
+
+
+def park_redispatch(lab: Laboratory) -> Body:
+    """An order that can never be published is armed again meanwhile: one more try, or it fails for good."""
+    run = lab.start("one")
+
+    def parks() -> Program:
+        orders = yield from table("fetch_outbox", 1)
+        if orders:
+            yield from call("mark_unpublishable", orders[0].outbox_id, "too large")
+
+    _, armed = yield [parks(), call("redispatch", "default")]
+    assert armed == 1
+    another = lab.value("select count(*) from flowforge.outbox where parked_at is null")
+    assert another == 1 or _before(lab, "2: commit", "1: fetch_outbox 1")
+    yield
+    assert run.state == ("succeeded" if another else "failed")
 
 
 def publish_redispatch_lost(lab: Laboratory) -> Body:

@@ -5,7 +5,7 @@ import itertools
 from psycopg.types.json import Jsonb
 
 from tests.sql.explore import Body
-from tests.sql.programs import finish, finish_and_settle, publish, refusable
+from tests.sql.programs import claim_next, finish, finish_and_settle, publish, refusable
 from tests.sql.stepping import COMMIT, Laboratory, Program, Run, call, table
 
 _NUMBERS = itertools.count()
@@ -132,6 +132,28 @@ def expand_retry(lab: Laboratory) -> Body:
     assert run.state == "succeeded"
 
 
+def expand_elements(lab: Laboratory) -> Body:
+    """Elements are dispatched, run and settled as soon as they are there, while the expansion goes on."""
+    run = _mapped(lab, [1, 2])
+
+    def expand() -> Program:
+        yield from call("expand_map")
+        yield COMMIT
+        yield from call("expand_map")
+
+    def run_one() -> Program:
+        yield from call("dispatch_ready")
+        yield COMMIT
+        for element in (yield from claim_next()):
+            yield COMMIT
+            yield from finish_and_settle(element)
+
+    yield [expand(), run_one()]
+    yield
+    assert len(run.rows("m")) == 3
+    assert (run["m"].state, run.state) == ("succeeded", "succeeded")
+
+
 def elements_finish(lab: Laboratory) -> Body:
     """The last two elements finish together, each followed by a settle: the map ends once, in order."""
     run = _mapped(lab, [1, 2])
@@ -207,15 +229,33 @@ def trigger_repeated(lab: Laboratory) -> Body:
     assert len(Run(lab, first).rows()) == 2
 
 
+def trigger_prune(lab: Laboratory) -> Body:
+    """A trigger under the key of a run that is just pruned gets that run, or a new one."""
+    key = f"key {next(_NUMBERS)}"
+    old = lab.value("select flowforge.trigger('one', '{}', %s)", key)
+    lab.drive()
+    lab.clock.advance("1 hour")
+    triggered, pruned = yield [
+        refusable(call("trigger", "one", Jsonb({}), key), "40001"),
+        call("prune", "30 min"),
+    ]
+    assert pruned >= 1
+    if triggered not in (old, "40001"):
+        assert [row.state for row in Run(lab, triggered).rows()] == ["pending"]
+
+
 def trigger_many_across(lab: Laboratory) -> Body:
-    """Two calls with the same keys in crossing order: one run for each key, and no deadlock."""
-    keys = [f"key {next(_NUMBERS)}" for _ in range(2)]
-    inputs = [Jsonb({}), Jsonb({})]
-    first, second = yield [
-        refusable(call("trigger_many", "one", inputs, keys), "40P01"),
-        refusable(call("trigger_many", "one", inputs, keys[::-1]), "40P01"),
+    """Two calls with the same keys in crossing order wait for one of the keys: no deadlock, a run each."""
+    keys = [f"key {next(_NUMBERS)}" for _ in range(3)]
+    inputs = [Jsonb({})] * 3
+    first, second, third = yield [
+        call("trigger_many", "one", inputs, keys),
+        call("trigger_many", "one", inputs, keys[::-1]),
+        call("trigger", "one", Jsonb({}), keys[1]),
     ]
     assert first == second[::-1]
+    assert first[1] == third
+    assert len(set(first)) == 3
 
 
 def define_define(lab: Laboratory) -> Body:

@@ -117,7 +117,7 @@ def finish_settle_retry(lab: Laboratory) -> Body:
     # d was skipped, and is reset with b, if c had been settled.
     assert reset in (1, 2)
     yield
-    assert run.state == "succeeded"
+    assert run.states() == {"b": "succeeded", "c": "succeeded", "d": "succeeded"}
 
 
 # --- cancel and retry ---
@@ -181,6 +181,19 @@ def retry_finish(lab: Laboratory) -> Body:
     assert (run["a"].state, run["a"].attempt) == (("pending", 2) if reset == 1 else ("succeeded", 1))
     yield
     assert run.state == "succeeded"
+
+
+def retry_reap(lab: Laboratory) -> Body:
+    """A retry from a task that the reaper just gives up is refused, or resets what has failed."""
+    run = lab.start("fragile")
+    lab.claim(run["a"])
+    lab.expire()
+    reset, reaped = yield [refusable(call("retry_run", run.id, "a"), "WF007"), call("reap_expired_leases")]
+    assert reaped == 1
+    # Where it had been settled, b was in line because of it.
+    assert (run["a"].state, run["a"].attempt) == (("failed", 1) if reset == "WF007" else ("pending", 2))
+    yield
+    assert run.states() == {"a": "failed" if reset == "WF007" else "succeeded", "b": "succeeded"}
 
 
 def retry_prune(lab: Laboratory) -> Body:

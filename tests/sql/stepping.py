@@ -94,6 +94,7 @@ class Session:
         self._answer: pq.abc.PGresult
         self._claims: list[tuple[int, int, str]] = []
         self._accepted: list[tuple[int, int]] = []
+        self._fetched: dict[int, tuple[int, str]] = {}
 
     def _noticed(self, diagnostic: psycopg.errors.Diagnostic) -> None:
         turn, _, place = (diagnostic.message_primary or "").partition(" ")
@@ -147,7 +148,8 @@ class Session:
                     else:
                         self._answered(self._answer)
             elif self._laboratory.is_blocked(self):
-                self.blocked = self._laboratory.blocked = True
+                self.blocked = True
+                self._laboratory.blocked.add(self.number)
                 return
             else:
                 patience *= 2
@@ -200,7 +202,9 @@ class Session:
 
     def _witness(self, statement: Call, rows: list[Any]) -> None:
         if statement.function == "fetch_outbox":
-            self._laboratory.messages += [(each.task_run_id, each.dispatch_id) for each in rows]
+            self._fetched = {each.outbox_id: (each.task_run_id, each.dispatch_id) for each in rows}
+        elif statement.function == "mark_published":
+            self._laboratory.messages += [self._fetched[each] for each in statement.arguments[0]]
         elif statement.function.startswith("claim_"):
             claim_id = next(str(each) for each in statement.arguments if isinstance(each, uuid.UUID))
             won = [(r.task_run_id, r.fencing_token, claim_id) for r in rows if r.outcome == "claimed"]
@@ -269,12 +273,14 @@ class Laboratory:
         self._resets = self._last_run_id = 0
         self.claims: list[tuple[int, int, str]] = []
         self.accepted: list[tuple[int, int]] = []
-        # What publishers have fetched, and so sent: it is in the broker, marked or not.
+        # What the broker has confirmed to publishers, whatever became of the mark.
         self.messages: list[tuple[int, str]] = []
         self.released = False
-        # Of the present schedule: the steps in their order, and whether anyone was ever blocked.
+        # Of the present schedule: the steps in their order, who was ever blocked, and whether two sessions
+        # met: at some moment both had done something and were not done.
         self.trace: list[str] = []
-        self.blocked = False
+        self.blocked: set[int] = set()
+        self.met = False
 
     def __enter__(self) -> Self:
         return self
@@ -354,20 +360,15 @@ class Laboratory:
         others = [each.pid for each in self.sessions.values() if each is not session]
         return bool(self.value("select pg_blocking_pids(%s) && %s::int[]", session.pid, others))
 
-    def interleave(
-        self, programs: Sequence[Program], choose: Callable[[list[int]], int]
-    ) -> tuple[list[Any], bool]:
-        """Step the programs to their ends; answer their results, and whether they met: at some moment two of
-        them had done something and were not done."""
-        self.trace = []
-        self.blocked = False
+    def interleave(self, programs: Sequence[Program], choose: Callable[[list[int]], int]) -> list[Any]:
+        """Step the programs to their ends; answer their results."""
+        self.trace, self.blocked, self.met = [], set(), False
         for number in range(1, len(programs) + 1):
             if number not in self.sessions:
                 self.sessions[number] = Session(self, number)
         sessions = [self.sessions[number] for number in range(1, len(programs) + 1)]
         for session, program in zip(sessions, programs, strict=True):
             session.start(program)
-        met = False
         while not all(session.done for session in sessions):
             enabled = [session.number for session in sessions if session.stopped]
             if enabled:
@@ -378,9 +379,9 @@ class Laboratory:
                 # A cycle: one of them is about to be told.
                 for each in sessions:
                     each.wait()
-            met = met or sum(each.steps > 0 and not each.done for each in sessions) > 1
+            self.met |= sum(each.steps > 0 and not each.done for each in sessions) > 1
             self._unblock(sessions)
-        return [session.result for session in sessions], met
+        return [session.result for session in sessions]
 
     def _unblock(self, sessions: list[Session]) -> None:
         """After the end of a transaction, see who can go on, until nobody's state changes."""
