@@ -6,19 +6,23 @@ After every step the database must equal the model and `violations()` be empty.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from psycopg.rows import namedtuple_row
 from psycopg.types.json import Jsonb
 
 from tests.services.database import Clock
 from tests.sql.model import Model, Order
 from tests.sql.model_run import TERMINAL, Run, Task, TaskRun
+
+F = TypeVar("F", bound=Callable[..., None])
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
 QUEUES = ["one", "two"]
@@ -107,6 +111,29 @@ def definitions(draw: st.DrawFn) -> list[Task]:
     return tasks
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One thing that somebody may do next: how often, when it makes sense, and with what arguments."""
+
+    weight: int
+    possible: Callable[[Any], object]
+    arguments: dict[str, st.SearchStrategy[Any]]
+
+
+# By the name of the method.
+TURNS: dict[str, Turn] = {}
+
+
+def turn(
+    weight: int, possible: Callable[[Any], object] = lambda _: True, **arguments: st.SearchStrategy[Any]
+) -> Callable[[F], F]:
+    def register(function: F) -> F:
+        TURNS[function.__name__] = Turn(weight, possible, arguments)
+        return function
+
+    return register
+
+
 class DatabaseMachine(RuleBasedStateMachine):
     """A database, the model of it, and who starts runs and interferes with them."""
 
@@ -124,6 +151,14 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.keys: dict[tuple[str, str], int] = {}
         self.agreed = True
         self.count["examples"] += 1
+
+    @rule(data=st.data())
+    def take_turn(self, data: st.DataObject) -> None:
+        # One rule for all: rules of their own would be switched off by turns, and few examples get anywhere.
+        possible = [name for name, each in TURNS.items() if each.possible(self) for _ in range(each.weight)]
+        name = data.draw(st.sampled_from(possible), label="turn")
+        arguments = {key: data.draw(value, label=key) for key, value in TURNS[name].arguments.items()}
+        getattr(self, name)(**arguments)
 
     # --- the database ---
 
@@ -201,8 +236,7 @@ class DatabaseMachine(RuleBasedStateMachine):
 
     # --- clients ---
 
-    @precondition(lambda self: sum(map(len, self.workflows.values())) < 3)
-    @rule(name=names, tasks=definitions())
+    @turn(1, lambda self: sum(map(len, self.workflows.values())) < 3, name=names, tasks=definitions())
     def define(self, name: str, tasks: list[Task]) -> None:
         versions = self.workflows.setdefault(name, [])
         known = tasks in versions
@@ -222,8 +256,9 @@ class DatabaseMachine(RuleBasedStateMachine):
         for delay in runs:
             self.trigger(0, None, 0, None, delay, 0)
 
-    @precondition(lambda self: self.model.active() < 3)
-    @rule(
+    @turn(
+        5,
+        lambda self: self.model.active() < 3,
         pick=picks,
         key=st.sampled_from([None, None, "k1", "k2"]),
         value=st.integers(0, 1),
@@ -250,8 +285,12 @@ class DatabaseMachine(RuleBasedStateMachine):
         else:
             self.created(run_id, name, key, value, version, delay, priority)
 
-    @precondition(lambda self: self.model.active() < 2)
-    @rule(pick=picks, keys=st.lists(st.sampled_from([None, "k1", "k3"]), max_size=3))
+    @turn(
+        1,
+        lambda self: self.model.active() < 2,
+        pick=picks,
+        keys=st.lists(st.sampled_from([None, "k1", "k3"]), max_size=3),
+    )
     def trigger_many(self, pick: int, keys: list[str | None]) -> None:
         name = sorted(self.workflows)[pick % len(self.workflows)]
         known = [self.model.runs.get(self.keys.get((name, str(key)), 0)) for key in keys]
@@ -298,8 +337,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         likely = [run for run, _ in self.model.in_state(*states)] + list(self.model.runs.values())
         return likely[pick % len(likely)]
 
-    @precondition(lambda self: any(row.token for _, row in self.model.rows()))
-    @rule(pick=picks)
+    @turn(2, lambda self: self.model.in_state("running"), pick=picks)
     def cancel(self, pick: int) -> None:
         run = self.run_of(pick, "running")
         assert self.call("cancel_run(%s)", run.id) == self.model.cancel(run)
@@ -309,8 +347,13 @@ class DatabaseMachine(RuleBasedStateMachine):
     def is_queue(self, name: str) -> bool:
         return any(task.queue == name for all_ in self.workflows.values() for tasks in all_ for task in tasks)
 
-    @precondition(lambda self: any(row.state in TERMINAL for _, row in self.model.rows()))
-    @rule(pick=picks, task=st.none() | picks, request=st.sampled_from([None, None, "r1", "r2"]))
+    @turn(
+        3,
+        lambda self: self.model.in_state("failed", "cancelled"),
+        pick=picks,
+        task=st.none() | picks,
+        request=st.sampled_from([None, None, "r1", "r2"]),
+    )
     def retry(self, pick: int, task: int | None, request: str | None) -> None:
         run = self.run_of(pick, "failed", "cancelled")
         name = None if task is None else list(run.tasks)[task % len(run.tasks)]
@@ -329,6 +372,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         if request:
             run.retries[request] = reset
 
+    @turn(1, pick=picks, other=picks)
     def activate(self, pick: int, other: int) -> None:
         name = sorted(self.workflows)[pick % len(self.workflows)]
         version = 1 + other % len(self.workflows[name])
@@ -336,10 +380,12 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.current[name] = version
         assert self.call("activate_version(%s, %s)", name, version) == changes
 
-    def pause(self, pick: int, *_: int) -> None:
+    @turn(1, pick=picks)
+    def pause(self, pick: int) -> None:
         self.switch(QUEUES[pick % 2], "pause_queue(%s)", pause=True)
 
-    def resume(self, pick: int, *_: int) -> None:
+    @turn(1, pick=picks)
+    def resume(self, pick: int) -> None:
         self.switch(QUEUES[pick % 2], "resume_queue(%s)", pause=False)
 
     def switch(self, queue: str, function: str, *, pause: bool) -> None:
@@ -349,6 +395,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         assert self.call(function, queue) == (pause != (queue in self.model.paused))
         (self.model.paused.add if pause else self.model.paused.discard)(queue)
 
+    @turn(1, pick=picks, other=picks)
     def configure(self, pick: int, other: int) -> None:
         queue, window = QUEUES[pick % 2], [None, 1, 2][other % 3]
         if not self.is_queue(queue):
@@ -358,10 +405,12 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.model.windows[queue] = window
         assert self.call("configure_queue(%s, %s)", queue, window) == changes
 
-    def prune(self, pick: int, *_: int) -> None:
+    @turn(1, lambda self: self.model.active() < len(self.model.runs), pick=picks)
+    def prune(self, pick: int) -> None:
         age = [60, 0][pick % 2]
         expected = self.model.prune(timedelta(seconds=age))
         assert self.call("prune(make_interval(secs => %s))", age) == expected
 
-    def call_invalid(self, pick: int, *_: int) -> None:
+    @turn(1, pick=picks)
+    def call_invalid(self, pick: int) -> None:
         self.refused(*INVALID[pick % len(INVALID)])

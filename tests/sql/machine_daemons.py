@@ -10,17 +10,13 @@ from typing import Any
 import psycopg
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize
 from psycopg.types.json import Jsonb
 
-from tests.sql.machine import ORDERS, QUEUES, ROWS, DatabaseMachine, picks
+from tests.sql.machine import ORDERS, QUEUES, ROWS, DatabaseMachine, picks, turn
 from tests.sql.model_run import TERMINAL, Run, TaskRun
 
 LEASE = timedelta(seconds=30)
-OPERATIONS = [
-    *("reap", "reap", "redispatch_lost", "fail_undeliverable", "cancel_leftovers", "sweep"),
-    *("activate", "pause", "resume", "configure", "prune", "redispatch", "call_invalid"),
-]
 
 few_picks = st.lists(picks, min_size=1, max_size=4)
 outputs = st.sampled_from([None, 7, {"k": 1}, [], ["x"], ["x", None], [1, 2, 3, 4], [1, 2, 3, 4, 5]])
@@ -71,12 +67,17 @@ class DaemonMachine(DatabaseMachine):
 
     # --- scheduler ---
 
-    def has_work(self, run: Run, row: TaskRun) -> bool:
-        unsettled = row.state in TERMINAL and not row.settled
-        return unsettled or run.waits_for_expansion(row) or self.model.is_eligible(run, row)
+    def unsettled(self) -> list[TaskRun]:
+        return [row for _, row in self.model.in_state(*TERMINAL) if not row.settled]
 
-    @precondition(lambda self: any(self.has_work(run, row) for run, row in self.model.rows()))
-    @rule()
+    def has_work(self, run: Run, row: TaskRun) -> bool:
+        return (
+            (row.state in TERMINAL and not row.settled)
+            or run.waits_for_expansion(row)
+            or self.model.is_eligible(run, row)
+        )
+
+    @turn(8, lambda self: any(self.has_work(run, row) for run, row in self.model.rows()))
     def schedule(self) -> None:
         """All that the scheduler can do for progress now."""
         self.settle(1000)
@@ -86,23 +87,15 @@ class DaemonMachine(DatabaseMachine):
         self.dispatch(500)
         self.agrees()
 
-    @precondition(lambda self: self.model.active())
-    @rule(what=st.sampled_from(OPERATIONS), pick=picks, other=picks)
-    def operate(self, what: str, pick: int, other: int) -> None:
-        """Housekeeping by the scheduler, and what operators do to queues and versions."""
-        getattr(self, what)(pick, other)
-
-    @precondition(lambda self: any(r.state in TERMINAL and not r.settled for _, r in self.model.rows()))
-    @rule(max_rows=st.sampled_from([1, 2, 1000]))
+    @turn(2, lambda self: self.unsettled(), max_rows=st.sampled_from([1, 2, 1000]))
     def settle(self, max_rows: int) -> None:
         answer = self.call("settle_finished(%s)", max_rows)
         chosen = {row.id for row in self.rows_of(ROWS) if row.stage == "settled"}
         settled = sum(run.settle(self.model.now, only=chosen) for run in self.model.runs.values())
         assert settled == answer <= max_rows
-        assert settled or not any(row.state in TERMINAL and not row.settled for _, row in self.model.rows())
+        assert settled or not self.unsettled()
 
-    @precondition(lambda self: any(run.waits_for_expansion(row) for run, row in self.model.rows()))
-    @rule()
+    @turn(1, lambda self: any(run.waits_for_expansion(row) for run, row in self.model.rows()))
     def expand(self) -> None:
         waiting = [(run, row) for run, row in self.model.rows() if run.waits_for_expansion(row)]
         assert self.call("expand_map()") == bool(waiting)
@@ -112,8 +105,11 @@ class DaemonMachine(DatabaseMachine):
         [(run, row)] = [(run, row) for run, row in waiting if row.id in done]
         self.model.expand(run, row, [new.id for new in found if new.id not in known])
 
-    @precondition(lambda self: any(self.model.is_eligible(run, row) for run, row in self.model.rows()))
-    @rule(max_rows=st.sampled_from([1, 500]))
+    @turn(
+        2,
+        lambda self: any(self.model.is_eligible(run, row) for run, row in self.model.rows()),
+        max_rows=st.sampled_from([1, 500]),
+    )
     def dispatch(self, max_rows: int) -> None:
         model = self.model
         eligible = [row for run, row in model.rows() if model.is_eligible(run, row)]
@@ -142,11 +138,13 @@ class DaemonMachine(DatabaseMachine):
             chosen = [row.priority for row in taken if row.task.queue == queue]
             assert not left or not chosen or max(left) <= min(chosen)
 
-    def reap(self, *_: int) -> None:
+    @turn(3, lambda self: self.model.in_state("running"))
+    def reap(self) -> None:
         expected = self.model.reap()
         assert self.call("reap_expired_leases()") == expected
 
-    def redispatch_lost(self, *_: int) -> None:
+    @turn(1, lambda self: self.model.in_state("ready"))
+    def redispatch_lost(self) -> None:
         answer = self.call("redispatch_lost()")
         new = [order for order in self.rows_of(ORDERS) if order.id not in self.model.orders]
         assert len(new) == answer
@@ -161,7 +159,8 @@ class DaemonMachine(DatabaseMachine):
                 assert earlier.published_at
                 assert earlier.published_at + timedelta(seconds=30) <= self.model.now
 
-    def redispatch(self, pick: int, *_: int) -> None:
+    @turn(1, pick=picks)
+    def redispatch(self, pick: int) -> None:
         queue = QUEUES[pick % 2]
         if not self.is_queue(queue):
             self.refused("WF002", "redispatch(%s)", queue)
@@ -171,22 +170,24 @@ class DaemonMachine(DatabaseMachine):
             self.model.arm(row)
         assert self.call("redispatch(%s)", queue) == len(ready)
 
-    def fail_undeliverable(self, *_: int) -> None:
+    @turn(1, lambda self: self.model.in_state("ready"))
+    def fail_undeliverable(self) -> None:
         expected = self.model.fail_undeliverable()
         assert self.call("fail_undeliverable()") == expected
 
-    def cancel_leftovers(self, *_: int) -> None:
+    @turn(1, lambda self: any(run.cancelling for run in self.model.runs.values()))
+    def cancel_leftovers(self) -> None:
         # What is cancelled while the run's lock is held leaves nothing over.
         assert self.call("cancel_leftovers()") == 0
 
-    def sweep(self, *_: int) -> None:
+    @turn(1, lambda self: self.model.orders)
+    def sweep(self) -> None:
         swept = [i for i, order in self.model.orders.items() if self.model.is_swept(order)]
         for i in swept:
             del self.model.orders[i]
         assert self.call("sweep_outbox()") == len(swept)
 
-    @precondition(lambda self: self.model.active())
-    @rule(seconds=st.sampled_from([1, 3, 6, 9, 11, 40, 1000]))
+    @turn(5, lambda self: self.model.active(), seconds=st.sampled_from([1, 3, 6, 9, 6, 9, 11, 40, 1000]))
     def advance(self, seconds: int) -> None:
         self.model.now += timedelta(seconds=seconds)
         self.clock.set(self.model.now)
@@ -194,8 +195,9 @@ class DaemonMachine(DatabaseMachine):
 
     # --- publisher and broker ---
 
-    @precondition(lambda self: self.model.orders)
-    @rule(
+    @turn(
+        4,
+        lambda self: any(self.model.is_fetched(order) for order in self.model.orders.values()),
         fates=st.lists(
             st.sampled_from(["confirmed", "refused", "parked", "forgotten"]), min_size=1, max_size=3
         ),
@@ -237,12 +239,18 @@ class DaemonMachine(DatabaseMachine):
 
     # --- workers ---
 
-    @precondition(lambda self: self.messages)
-    @rule(chosen=few_picks, lease=leases, lost=st.booleans(), foreign=st.booleans())
+    @turn(
+        6,
+        lambda self: self.messages,
+        chosen=few_picks,
+        lease=leases,
+        lost=st.booleans(),
+        foreign=st.booleans(),
+    )
     def claim(self, chosen: list[int], lease: timedelta, lost: bool, foreign: bool) -> None:
         """By messages: new, stale, doubled, or from another database."""
-        live = self.live_messages()
-        likely = live + live + self.messages[::-1]
+        offered = {row.id for _, row in self.model.in_state("ready")}
+        likely = [message for message in self.messages[::-1] if message[0] in offered] + self.messages[::-1]
         messages = [likely[pick % len(likely)] for pick in chosen]
         if foreign:
             messages.append((messages[0][0], uuid.UUID(int=7)))
@@ -296,8 +304,9 @@ class DaemonMachine(DatabaseMachine):
         if not lost:
             self.held.append((row.id, row.token))
 
-    @precondition(lambda self: self.model.in_state("ready"))
-    @rule(
+    @turn(
+        3,
+        lambda self: self.model.in_state("ready"),
         queues=st.sampled_from([QUEUES, QUEUES[:1]]),
         max_rows=st.integers(1, 3),
         lease=leases,
@@ -332,8 +341,7 @@ class DaemonMachine(DatabaseMachine):
         if lost:
             self.lost.append(lambda: self.claim_chosen(queues, max_rows, claim_id, lease, lost=False))
 
-    @precondition(lambda self: self.lost)
-    @rule(pick=picks)
+    @turn(4, lambda self: self.lost, pick=picks)
     def repeat_after_lost_reply(self, pick: int) -> None:
         self.lost.pop(pick % len(self.lost))()
 
@@ -343,8 +351,12 @@ class DaemonMachine(DatabaseMachine):
         likely = live * 3 + self.held[::-1]
         return likely[pick % len(likely)]
 
-    @precondition(lambda self: self.model.in_state("ready"))
-    @rule(fates=st.sampled_from([["succeeded"], ["succeeded", "failed"]]), output=outputs)
+    @turn(
+        3,
+        lambda self: self.model.in_state("ready"),
+        fates=st.sampled_from([["succeeded"], ["succeeded", "failed"]]),
+        output=outputs,
+    )
     def work(self, fates: list[str], output: Any) -> None:
         """Workers that lose nothing: everything that can be claimed is, and is finished."""
         if self.broker:
@@ -357,8 +369,7 @@ class DaemonMachine(DatabaseMachine):
         self.finish_all(tokens, (fates * len(tokens))[: len(tokens)], output, retryable=True)
         self.agrees()
 
-    @precondition(lambda self: self.held)
-    @rule(chosen=few_picks, lease=leases)
+    @turn(3, lambda self: self.held, chosen=few_picks, lease=leases)
     def renew(self, chosen: list[int], lease: timedelta) -> None:
         tokens = [self.token_of(pick) for pick in chosen]
         expected = [self.model.renew(row_id, token, lease) for row_id, token in tokens]
@@ -368,8 +379,7 @@ class DaemonMachine(DatabaseMachine):
         )
         assert [answer.outcome for answer in answers] == expected
 
-    @precondition(lambda self: self.model.in_state("running") and self.held)
-    @rule(pick=picks)
+    @turn(1, lambda self: self.held, pick=picks)
     def assert_lease(self, pick: int) -> None:
         row_id, token = self.token_of(pick)
         held = self.model.holder(row_id, token)
@@ -380,8 +390,9 @@ class DaemonMachine(DatabaseMachine):
             held[1].hold(self.model.now, held[1].lease, shorten=False)
             self.call("assert_lease(%s, %s)", row_id, token)
 
-    @precondition(lambda self: self.held)
-    @rule(
+    @turn(
+        6,
+        lambda self: self.held,
         chosen=few_picks,
         fates=outcomes,
         output=outputs,
@@ -420,8 +431,12 @@ class DaemonMachine(DatabaseMachine):
             if answer == "accepted":
                 self.witness.finished(row_id, token)
 
-    @precondition(lambda self: self.held)
-    @rule(pick=picks, reason=st.sampled_from(["unstarted", "shutdown", "crashed", "unknown_handler"]))
+    @turn(
+        3,
+        lambda self: self.held,
+        pick=picks,
+        reason=st.sampled_from(["unstarted", "shutdown", "crashed", "unknown_handler"]),
+    )
     def release(self, pick: int, reason: str) -> None:
         row_id, token = self.token_of(pick)
         expected = self.model.release(row_id, token, reason)
