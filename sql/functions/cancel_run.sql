@@ -1,25 +1,38 @@
 -- cancel_run, cancel_leftovers: a run is given up.
 --
 -- Lock order: run, then its task runs in id order. cancel_run settles first, so that nothing finished is overlooked,
--- and marks the run before it touches a task run. Safe to repeat. Raise WF001, WF002, WF008.
+-- and marks the run before it changes what waits. Safe to repeat. Raise WF001, WF002, WF008.
+
+create or replace function flowforge._lock_for_cancel(p_run_ids bigint[]) returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- In one pass: locked apart, what has finished and what waits close a cycle with a batch that holds the one, as a
+    -- row that it has waited for and then passed over, and waits for the other.
+    return array(select tr.task_run_id from flowforge.task_run tr
+        where tr.run_id = any (p_run_ids) and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled')
+        order by tr.task_run_id for no key update);
+end
+$$;
+comment on function flowforge._lock_for_cancel(bigint[]) is
+    'Locks, in id order, what a cancel settles and what it cancels in runs locked by the caller. Answers their ids.';
 
 create or replace function flowforge._cancel_waiting(p_run_ids bigint[]) returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_ids bigint[];
-    v_now timestamptz;
+    v_ids bigint[] := flowforge._lock_for_cancel(p_run_ids);
+    v_now timestamptz := flowforge._clock();
+    v_cancelled bigint;
 begin
-    v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.run_id = any (p_run_ids) and tr.state in ('pending', 'ready')
-        order by tr.task_run_id for no key update);
-    v_now := flowforge._clock();
     update flowforge.task_run tr
     set state = 'cancelled', stage = 'unsettled', finished_at = v_now, redispatch_at = null, start_deadline = null,
         error = 'the run was cancelled'
     where tr.task_run_id = any (v_ids) and tr.state in ('pending', 'ready');
-    return cardinality(v_ids);
+    get diagnostics v_cancelled = row_count;
+    return v_cancelled;
 end
 $$;
 comment on function flowforge._cancel_waiting(bigint[]) is
@@ -43,6 +56,7 @@ begin
     if not found then
         raise exception using errcode = 'WF002', message = format('there is no run %s', coalesce(cancel_run.run_id::text, 'null'));
     end if;
+    perform flowforge._lock_for_cancel(array[cancel_run.run_id]);
     perform flowforge._settle(array[cancel_run.run_id], null);
     update flowforge.run r set cancel_requested_at = flowforge._clock(), cancel_reason = cancel_run.reason
     where r.run_id = cancel_run.run_id and r.state = 'running' and r.cancel_requested_at is null;

@@ -30,6 +30,8 @@ WORKFLOWS: dict[str, list[dict[str, Any]]] = {
     ],
     "limited": [{"name": "a", "time_limit": 60}],
     "prompt": [{"name": "a", "start_within": 60}],
+    "late": [{"name": "a"}, {"name": "b"}, {"name": "c", "start_within": 60}],
+    "early": [{"name": "a", "start_within": 60}, {"name": "b"}, {"name": "c"}],
     "fragile": [{"name": "a", "max_reaps": 0}, {"name": "b", "after": ["a"], "when": "all_done"}],
 }
 

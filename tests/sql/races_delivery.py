@@ -393,6 +393,60 @@ def batch_claim_cancel(lab: Laboratory) -> Body:
     assert outcomes in (["claimed"] * 2, ["cancelled"] * 2)
 
 
+def batch_claim_fail_cancel(lab: Laboratory) -> Body:
+    """A batch waits for its first task run while its last one fails and the run is cancelled: no deadlock.
+
+    A statement that waits for a row keeps the locks that it has, on rows too that it then passes over."""
+    run = lab.start("late")
+    messages = run.rows()
+    lab.expire()
+
+    def fail_and_cancel() -> Program:
+        failed = yield from call("fail_undeliverable")
+        yield COMMIT
+        cancelled = yield from call("cancel_run", run.id)
+        return failed, cancelled
+
+    first, outcomes, (failed, cancelled) = yield [
+        claim(messages[0]),
+        batch_claim(messages, "w2"),
+        fail_and_cancel(),
+    ]
+    assert cancelled is True
+    answers = {"claimed", "running", "finished", "cancelled"}
+    assert {first.outcome, *outcomes} <= answers
+    assert failed == 1 or outcomes[2] == "claimed"
+    yield
+    assert run["c"].state == ("failed" if failed else "succeeded")
+
+
+def batch_claim_fail_leftovers(lab: Laboratory) -> Body:
+    """The same of what is left over: the batch waits in another run, then holds what has failed."""
+    other = lab.start("one")
+    run = lab.start("early")
+    a, b, c = run.rows()
+    lab.expire()
+    lab.value(
+        "update flowforge.run set cancel_requested_at = flowforge._clock() where run_id = %s returning true",
+        run.id,
+    )
+
+    def fail_and_cancel() -> Program:
+        failed = yield from call("fail_undeliverable")
+        yield COMMIT
+        yield from call("cancel_leftovers")
+        return failed
+
+    first, second, failed = yield [
+        batch_claim([other["a"], c], "w1"),
+        batch_claim([other["a"], a, b], "w2"),
+        fail_and_cancel(),
+    ]
+    assert sorted([first[0], second[0]]) == ["claimed", "running"]
+    yield
+    assert run.states() == {"a": "failed" if failed else "cancelled", "b": "cancelled", "c": "cancelled"}
+
+
 def batch_claim_retry_cancel(lab: Laboratory) -> Body:
     """Two late and one doubled message, a retry and a cancel at once: no deadlock, and the run ends."""
     run, messages, _ = _half_done(lab)
