@@ -42,7 +42,7 @@ declare
 begin
     update flowforge.task_run tr
     set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
-    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running' and tr.claim_id = p_claim_id;
+    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running' and tr.claim_id is not distinct from p_claim_id;
 end
 $$;
 comment on function flowforge._give_again(bigint[], uuid) is

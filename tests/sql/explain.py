@@ -46,7 +46,7 @@ def access_paths(plans: list[Plan], tables: Iterable[str]) -> set[str]:
     """How the statements reach rows of the tables: `index(columns of its condition)`, without blanks.
 
     What an INSERT, UPDATE or DELETE reads has its name and a colon before. A sequential scan, and a join that
-    reads a side whole, are told as such.
+    reads a side whole, are told as such; so are two indexes put together.
     """
     prefixes = tuple(f"{table}_" for table in tables)
     paths = set()
@@ -56,7 +56,7 @@ def access_paths(plans: list[Plan], tables: Iterable[str]) -> set[str]:
         kind, index = node["Node Type"], node.get("Index Name", "")
         if kind == "ModifyTable":
             command = node["Operation"].lower() + ":"
-        elif kind in ("Hash Join", "Merge Join"):
+        elif kind in ("Hash Join", "Merge Join", "BitmapAnd", "BitmapOr"):
             paths.add(command + kind.replace(" ", "-"))
         elif kind == "Seq Scan" and node["Relation Name"] in tables:
             paths.add(f"{command}Seq-Scan({node['Relation Name']})")
