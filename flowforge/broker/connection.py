@@ -58,7 +58,7 @@ class Client(threading.Thread):
         self.state: State = "connecting"
         self.error: BrokerError | None = None
         self.generation = 0
-        self._config, self._name = config, name
+        self._config, self._daemon = config, name
         self._names = Names(config.namespace)
         self._log = log.of(name)
         self._loop = IOLoop()
@@ -137,12 +137,17 @@ class Client(threading.Thread):
             parameters = pika.URLParameters(url)
         except (ValueError, TypeError) as exc:
             return self._failed(
-                BrokerMisconfigured(f"not an AMQP URL: {without_password(url)} ({type(exc).__name__})")
+                # Nothing of it is shown: where its password is cannot be told.
+                BrokerMisconfigured(
+                    f"URL {self._config.amqp_urls.index(url) + 1} of FLOWFORGE_AMQP_URL cannot be read "
+                    f"({type(exc).__name__}); in a password / ? # @ : and , are written %2F %3F %23 %40 %3A "
+                    "and %2C"
+                )
             )
         parameters.heartbeat = self._config.amqp_heartbeat
         parameters.connection_attempts = 1
         parameters.socket_timeout = parameters.stack_timeout = 10
-        parameters.client_properties = {"connection_name": f"flowforge {self._name}"}
+        parameters.client_properties = {"connection_name": f"flowforge {self._daemon}"}
         self._connection = pika.SelectConnection(
             parameters,
             on_open_callback=self._opened,
@@ -173,11 +178,14 @@ class Client(threading.Thread):
         """Make the connection ready for use; then state is connected."""
         raise NotImplementedError
 
-    def _ready(self) -> None:
+    def _ready(self, *, proven: bool = True) -> None:
+        """The connection is ready. If that alone does not prove that it works, the back-off is the caller's
+        to reset."""
         if self._was_connected and self.state != "connected":
             self._log.info("connected to the broker again")
         self._was_connected = True
-        self._backoff.reset()
+        if proven:
+            self._backoff.reset()
         self._set_state("connected")
 
     def _failed(self, error: BrokerError) -> None:

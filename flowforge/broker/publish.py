@@ -18,6 +18,11 @@ from flowforge.broker.connection import Client, Resume, Steps, cause, unusable
 from flowforge.config import Config
 from flowforge.errors import BrokerUnavailable
 
+_HEADER_FRAME = (
+    7 + 1 + 2 + 2 + 8
+)  # bytes around the properties: frame, its end, class, weight, size of the body
+_OFFENCES = (501, 502)  # frame error, syntax error: what a peer sent could not be read
+
 Kind = Literal["confirmed", "refused", "permanent", "unknown"]
 
 
@@ -95,7 +100,7 @@ class PublishChannel(Client):
         self._keys: dict[tuple[str, str], _Sent] = {}
         self._deferred: dict[tuple[str, str], deque[tuple[_Batch, int]]] = {}
         self._one_by_one = False
-        self._slow: set[str] = set()  # queues that lately did not confirm in time
+        self._frame_max = 0  # bytes that a frame may have on the last connection; 0: any number
 
     def undeclared(self, queues: Iterable[str]) -> set[str]:
         """Those of `queues` that `ensure` has to be called for before publishing to them."""
@@ -143,9 +148,12 @@ class PublishChannel(Client):
                 timestamp=int(time.time()),
                 headers=dict(message.headers),
             )
-            properties.encode()
+            size = sum(map(len, properties.encode())) + _HEADER_FRAME
         except (pika.exceptions.AMQPError, ValueError, TypeError, AssertionError, OverflowError) as exc:
             return Outcome("permanent", f"not a valid message: {cause(exc)}")
+        if 0 < self._frame_max < size:
+            # Only bodies are split into frames. The broker would close the whole connection over it.
+            return Outcome("permanent", f"its properties need {size} bytes of the broker's {self._frame_max}")
         return properties
 
     # -- in the thread
@@ -168,7 +176,9 @@ class PublishChannel(Client):
         channel.add_on_return_callback(self._returned)
         yield from self._confirm_mode(channel)
         self._publishing, self._tag = channel, 0
-        self._ready()
+        assert self._connection is not None  # noqa: S101 -- steps end with their connection
+        self._frame_max = self._connection.params.frame_max
+        self._ready(proven=False)
         self._pump()
 
     def _confirm_mode(self, channel: Any) -> Steps:
@@ -204,8 +214,6 @@ class PublishChannel(Client):
             self._publishing.basic_publish(
                 self._names.exchange, message.queue, message.body, batch.properties[index], mandatory=True
             )
-        if not self._pending and not self._sent:
-            self._one_by_one = False
 
     def _returned(self, _channel: Any, method: Any, properties: pika.BasicProperties, _body: bytes) -> None:
         # It precedes the confirm of the same message.
@@ -225,28 +233,35 @@ class PublishChannel(Client):
             if sent.returned is not None:
                 self._settle(tag, Outcome("refused", sent.returned))
             elif acked:
+                self._log.debug("confirmed", dispatch=sent.key[0])
                 self._settle(tag, Outcome("confirmed"))
             else:
                 self._settle(tag, Outcome("refused", "refused by the broker (nack)"))
+        # Not earlier: a message that ends every connection must not be sent again without a pause.
+        self._backoff.reset()
+        if not self._pending and not self._sent:
+            self._one_by_one = False
         self._pump()
 
     def _settle(self, tag: int, outcome: Outcome) -> None:
         sent = self._sent.pop(tag)
         del self._keys[sent.key]
         sent.batch.settle(sent.index, outcome)
-        self._slow.discard(sent.key[1])
         self._pending.extendleft(self._deferred.pop(sent.key, ()))
 
     def _late(self, batch: _Batch, seconds: float) -> None:
         """The time for `batch` is over. A quorum queue without a leader confirms nothing, and the broker
-        holds up whatever follows on the same channel. So what is open is refused for now, the next try has a
-        fresh connection, and the queues concerned come last in it."""
+        holds up whatever follows on the same channel. So what is open is refused for now, and the next try
+        has a fresh connection."""
         if self.state != "connected":
             self._answer(batch, Outcome("unknown", f"no confirm within {seconds:g} s"))
             return
-        self._slow |= {
-            batch.messages[index].queue for index, known in enumerate(batch.outcomes) if known is None
-        }
+        if self._one_by_one:
+            # Most have not even been sent; only those that would wait for the same queue are put off.
+            stuck = {queue for _, queue in self._keys}
+            for each, index in self._pending:
+                if each.messages[index].queue not in stuck:
+                    each.settle(index, Outcome("unknown", f"not sent within {seconds:g} s"))
         self._answer(batch, Outcome("refused", f"no confirm within {seconds:g} s"))
         self._abort("confirms are missing")
 
@@ -289,6 +304,13 @@ class PublishChannel(Client):
             self._one_by_one = True
             self._pending.extendleft(reversed([(each.batch, each.index) for each in sent] + waiting))
         else:
+            closed = pika.exceptions.ConnectionClosedByBroker
+            if isinstance(reason, closed) and reason.reply_code in _OFFENCES:
+                # Likewise, but the next batch goes one by one: no transaction waits for the next connection.
+                if len(sent) == 1:
+                    text = f"the broker closes the connection over it: {text}"
+                    sent[0].batch.settle(sent[0].index, Outcome("permanent", text))
+                self._one_by_one = self._one_by_one or bool(sent)
             for batch, index in [(each.batch, each.index) for each in sent] + waiting:
                 batch.settle(index, Outcome("unknown", text))
         self._spawn(again())
@@ -301,6 +323,6 @@ class PublishChannel(Client):
             *(each for queue in self._deferred.values() for each in queue),
         ]:
             batch.settle(index, Outcome("unknown", "the connection to the broker was lost"))
-        self._sent, self._keys, self._one_by_one = {}, {}, False
+        self._sent, self._keys = {}, {}
         self._pending.clear()
         self._deferred.clear()

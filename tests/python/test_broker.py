@@ -179,8 +179,9 @@ def test_two_messages_of_one_dispatch_are_judged_one_by_one(
         {"queue": "dead"},
         {"queue": "q" * 201},
         {"headers": {"traceparent": object()}},
+        {"headers": {"traceparent": "x" * 200_000}},
     ],
-    ids=["type", "reserved queue", "long queue", "header"],
+    ids=["type", "reserved queue", "long queue", "header", "long header"],
 )
 def test_an_invalid_message_is_permanent_and_alone(
     config: Config, opened: Callable[[Any], Any], bad: dict[str, Any]
@@ -202,6 +203,58 @@ def test_a_message_above_the_brokers_limit_is_permanent_and_alone(
         assert kinds(channel, message(), message()) == ["confirmed", "confirmed"]
     finally:
         rabbit_server.ctl("eval", f"application:set_env(rabbit, max_message_size, {limit}).")
+
+
+def test_a_message_over_which_the_connection_is_closed_is_found_and_alone(
+    config: Config, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q")
+    open_ones = {each.message_id: each for each in (message() for _ in range(20))}
+    offenders = [message(headers={"long": "x" * 200_000}) for _ in range(2)]
+    batch = list(open_ones.values())
+    for place, offender in zip((5, 12), offenders, strict=True):
+        batch.insert(place, offender)
+    found: dict[str, str] = {}
+
+    def judged() -> bool:
+        """As the publisher does: what is known is marked, what is not comes again."""
+        with suppress(BrokerUnavailable):
+            left = [each for each in batch if each.message_id not in found]
+            channel._frame_max = 0  # as if the broker took less than it had said
+            outcomes = zip(left, channel.publish_batch(left, TIMEOUT), strict=True)
+            found.update((each.message_id, known.kind) for each, known in outcomes if known.kind != "unknown")
+        return len(found) == len(batch)
+
+    wait_until(judged, "every message to be judged")
+    assert {each for each, kind in found.items() if kind == "permanent"} == {x.message_id for x in offenders}
+    assert {each for each, kind in found.items() if kind == "confirmed"} == open_ones.keys()
+    assert channel.wait_ready(TIMEOUT)
+    wait_until(lambda: channel.state == "connected", "the connection")
+    assert kinds(channel, *(message() for _ in range(5))) == ["confirmed"] * 5
+
+
+def test_only_a_confirm_ends_the_growth_of_the_pauses_between_connections(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    channel = publisher(config, opened, "q")
+    for _ in range(3):
+        generation = channel.generation
+        rabbit_server.close_connections("test")
+        wait_until(lambda: channel.generation > generation and channel.state == "connected", "the reconnect")  # noqa: B023
+    assert channel._backoff.next() > 0.2
+    assert kinds(channel, message()) == ["confirmed"]
+    assert channel._backoff.next() <= 0.1
+
+
+def test_each_confirmed_message_is_logged_for_debugging(
+    config: Config, opened: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "flowforge")
+    channel = publisher(config, opened, "q")
+    sent = [message(), message(type="t" * 256), message()]
+    assert kinds(channel, *sent) == ["confirmed", "permanent", "confirmed"]
+    logged = [record.keys["dispatch"] for record in caplog.records if record.getMessage() == "confirmed"]  # type: ignore[attr-defined]
+    assert sorted(logged) == sorted([sent[0].message_id, sent[2].message_id])
 
 
 def test_a_deleted_exchange_is_declared_again(
@@ -262,6 +315,19 @@ def test_a_refused_login_is_told_apart_and_keeps_the_password_to_itself(
     assert wrong not in str(caught.value)
 
 
+def test_nothing_of_a_url_that_cannot_be_read_is_shown(
+    config: Config, opened: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    urls = ("amqp://user:pa/s3cret@host/", "amqp://user:s3cret")
+    for url in urls:
+        channel: PublishChannel = opened(PublishChannel(config.replace(amqp_urls=(url,))))
+        assert not channel.wait_ready(TIMEOUT)
+        with pytest.raises(BrokerMisconfigured, match="URL 1 of FLOWFORGE_AMQP_URL cannot be read") as caught:
+            channel.check()
+        assert "s3cret" not in str(caught.value)
+    assert all("s3cret" not in str(vars(record)) for record in caplog.records)
+
+
 def test_urls_are_tried_in_turn(
     config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
 ) -> None:
@@ -301,7 +367,8 @@ def test_a_blocked_broker_is_reported_in_time_and_then_everything_arrives(
     rabbit_server.set_memory_watermark(0)
     try:
         first = message()
-        assert kinds(channel, first) == ["unknown"]
+        # The blocked time-out ends the wait, however long confirms may take.
+        assert [each.kind for each in channel.publish_batch([first], 3600)] == ["unknown"]
         with pytest.raises(BrokerBlocked):
             channel.check()
         with pytest.raises(BrokerBlocked):
