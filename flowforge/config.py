@@ -12,16 +12,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from flowforge.errors import ConfigError
 
 
 def _text(
-    default: str | tuple[str, ...], meaning: str, pattern: str = r".*", allowed: str = "any text"
+    default: str | tuple[str, ...],
+    meaning: str,
+    pattern: str = r".*",
+    allowed: str = "any text",
+    secret: bool = False,
 ) -> Any:
-    """A setting that is text, or with a tuple for its default a comma separated list of texts."""
-    return field(default=default, metadata={"help": meaning, "pattern": pattern, "allowed": allowed})
+    """A setting that is text, or with a tuple for its default a comma separated list of texts. A `secret` one
+    may hold a password."""
+    rules = {"help": meaning, "pattern": pattern, "allowed": allowed, "secret": secret}
+    return field(default=default, metadata=rules)
 
 
 def _seconds(default: float, low: float, high: float, meaning: str) -> Any:
@@ -38,15 +43,16 @@ def _count(default: int, low: int, high: int, meaning: str) -> Any:
 class Config:
     """All settings. Durations are in seconds.
 
-    Raises ConfigError, naming the variable, its value and what is allowed.
+    Raises ConfigError, naming the variable, what is allowed and, unless it may hold a password, its value.
     """
 
-    database_url: str = _text("", "PostgreSQL connection string (URI or key=value)")
+    database_url: str = _text("", "PostgreSQL connection string (URI or key=value)", secret=True)
     amqp_urls: tuple[str, ...] = _text(
         (),
         "RabbitMQ URLs, comma separated, tried in turn; empty: delivery by PostgreSQL only",
         r"amqps?://.+",
-        "amqp:// or amqps:// URLs, comma separated",
+        "amqp:// or amqps:// URLs, comma separated (a comma inside of a password is written %2C)",
+        secret=True,
     )
     namespace: str = _text(
         "",
@@ -70,7 +76,7 @@ class Config:
     poll_interval: float = _seconds(
         1.0, 0.01, 3600, "longest wait between two looks for work, notified or not"
     )
-    reap_interval: float = _seconds(1.0, 0.05, 60, "scheduler: time between two looks for expired leases")
+    reap_interval: float = _seconds(1.0, 0.05, 10, "scheduler: time between two looks for expired leases")
     recover_interval: float = _seconds(
         1.0, 0.05, 3600, "scheduler: time between two looks for lost, undeliverable and cancelled dispatches"
     )
@@ -145,14 +151,15 @@ def without_password(url: str) -> str:
     """`url` (a URI or libpq's key=value) with every password replaced by ***."""
     if "://" not in url:
         return re.sub(r"((?:ssl)?password\s*=\s*)('(?:[^'\\]|\\.)*'|\S+)", r"\1***", url)
-    try:
-        parts = urlsplit(url)
-        login, at, place = parts.netloc.rpartition("@")
-    except ValueError:
-        return url.partition("://")[0] + "://***"
+    # Parsers disagree about a password with / ? # or @ in it, so none is asked: all between the user's name
+    # and the last @ may belong to it.
+    scheme, _, rest = url.partition("://")
+    login, at, place = rest.rpartition("@")
     user, colon, _ = login.partition(":")
-    query = re.sub(r"((?:^|&)(?:ssl)?password=)[^&]*", r"\1***", parts.query)
-    return urlunsplit(parts._replace(netloc=f"{user}{':***' if colon else ''}{at}{place}", query=query))
+    if "password=" in login or re.search(r"[/?#]", user):
+        return f"{scheme}://***"  # the @ stands behind the host, whatever it means there
+    place = re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", place)
+    return f"{scheme}://{user}{':***' if colon else ''}{at}{place}"
 
 
 def _checked(each: dataclasses.Field[Any], value: Any) -> Any:
@@ -178,6 +185,8 @@ def _checked(each: dataclasses.Field[Any], value: Any) -> Any:
             raise ValueError
         return value
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        items = value if isinstance(value, (tuple, list)) else str(value).split(",")
-        shown = ",".join(without_password(str(item)) for item in items)
+        if rules.get("secret"):
+            # Where the password begins and ends is known only of what can be read.
+            raise ConfigError(f"{variable(each)} cannot be read; allowed is {rules['allowed']}") from None
+        shown = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
         raise ConfigError(f"{variable(each)} is {shown!r}; allowed is {rules['allowed']}") from None

@@ -45,7 +45,8 @@ _broker_options = _options(
         "--amqp-url",
         "amqp_urls",
         metavar="URL",
-        help="RabbitMQ URLs, comma separated; none: PostgreSQL alone. [FLOWFORGE_AMQP_URL]",
+        help="RabbitMQ URLs, comma separated; none: PostgreSQL alone. With a password better given by the "
+        "environment, which other users of the machine cannot read. [FLOWFORGE_AMQP_URL]",
     ),
     click.option("--namespace", metavar="NAME", help="Prefix of exchanges and queues. [FLOWFORGE_NAMESPACE]"),
 )
@@ -162,9 +163,11 @@ def publisher(ctx: click.Context, /, database_url: str | None, **flags: Any) -> 
 
     Only needed with a broker. Stops on SIGTERM or Ctrl-C.
 
+    The broker's URL holds a password, so it belongs into the environment and not into the arguments.
+
     \b
     Example:
-      flowforge publisher --amqp-url amqp://user:password@broker:5672/
+      FLOWFORGE_AMQP_URL="$(cat /run/secrets/amqp-url)" flowforge publisher
     """
     from flowforge import runner
     from flowforge.publisher import Publisher
