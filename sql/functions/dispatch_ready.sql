@@ -1,6 +1,6 @@
 -- dispatch_ready, next_due: the scheduler decides what is dispatched.
 --
--- Lock order: queue, then task runs, all skipping locked. State and order to publish change in one transaction. Two
+-- Lock order: queue, then task runs, all skipping locked (what becomes due is moved in before, without a queue). State and order to publish change in one transaction. Two
 -- schedulers cannot overfill a window, since each holds the row of the queue that it fills. Safe to repeat. Raises WF001.
 
 create or replace function flowforge._window(p_queue_id bigint) returns bigint
@@ -36,44 +36,66 @@ $$;
 comment on function flowforge._promote_delayed(timestamptz, bigint) is
     'Moves what has become due into the eligible index; delayed task runs never sit in it.';
 
+create or replace function flowforge._in_window(p_queue_id bigint, p_limit bigint, p_now timestamptz) returns bigint
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return (select count(*) from (
+        select from flowforge.task_run tr
+        where tr.queue_id = p_queue_id and tr.stage = 'dispatched' and tr.available_at <= p_now limit p_limit) w);
+end
+$$;
+comment on function flowforge._in_window(bigint, bigint, timestamptz) is
+    'How many task runs of a queue are dispatched and due, counted up to a limit.';
+
+create or replace function flowforge._sample_pace(p_queue_id bigint, p_left bigint, p_added bigint, p_now timestamptz) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- What has left the window since the last sample, as long as it never ran empty (an empty window tells of little
+    -- work, not of slow workers); an exponential average over about 10 s. Where nothing was added, once a second.
+    update flowforge.queue q
+    set sampled_window = p_left + p_added, sampled_at = p_now,
+        drain_rate = case
+            when p_left = 0 or q.sampled_at is null or p_now <= q.sampled_at then q.drain_rate
+            else q.drain_rate + (1 - exp(-extract(epoch from p_now - q.sampled_at)::double precision / 10))
+                * (greatest(q.sampled_window - p_left, 0) / extract(epoch from p_now - q.sampled_at)::double precision - q.drain_rate)
+        end
+    where q.queue_id = p_queue_id and (p_added > 0 or (q.sampled_at > p_now - interval '1 s') is not true);
+end
+$$;
+comment on function flowforge._sample_pace(bigint, bigint, bigint, timestamptz) is
+    'Keeps the estimate of a queue''s pace of claims, given how many are left in its window and how many were just added. The caller holds the queue''s row.';
+
 create or replace function flowforge._fill_window(p_queue_id bigint, p_max_rows bigint) returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_now timestamptz;
-    v_queue record;
+    v_queue text;
     v_window bigint;
     v_in_window bigint;
     v_ids bigint[];
     v_delay interval;
     v_dispatched bigint;
 begin
-    select q.name, q.drain_rate, q.sampled_window, q.sampled_at into v_queue
-    from flowforge.queue q where q.queue_id = p_queue_id and q.paused_at is null
+    select q.name into v_queue from flowforge.queue q
+    where q.queue_id = p_queue_id and q.paused_at is null
     for no key update skip locked;
     if not found then
         return 0;
     end if;
     v_now := flowforge._clock();
     v_window := flowforge._window(p_queue_id);
-    v_in_window := (select count(*) from (
-        select from flowforge.task_run tr
-        where tr.queue_id = p_queue_id and tr.stage = 'dispatched' and tr.available_at <= v_now limit v_window) w);
+    v_in_window := flowforge._in_window(p_queue_id, v_window, v_now);
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.queue_id = p_queue_id and tr.stage = 'eligible'
         order by tr.priority desc, tr.task_run_id
         limit least(p_max_rows, v_window - v_in_window) for no key update skip locked);
-    -- The pace: what has left the window since the last dispatch, as long as it never ran empty (an empty window tells
-    -- of little work, not of slow workers); an exponential average over about 10 s.
-    update flowforge.queue q
-    set sampled_window = v_in_window + cardinality(v_ids), sampled_at = v_now,
-        drain_rate = case
-            when v_in_window = 0 or v_queue.sampled_at is null or v_now <= v_queue.sampled_at then v_queue.drain_rate
-            else v_queue.drain_rate + (1 - exp(-e.seconds / 10)) * (greatest(v_queue.sampled_window - v_in_window, 0) / e.seconds - v_queue.drain_rate)
-        end
-    from (select extract(epoch from v_now - v_queue.sampled_at)::double precision as seconds) e
-    where q.queue_id = p_queue_id;
+    perform flowforge._sample_pace(p_queue_id, v_in_window, cardinality(v_ids), v_now);
     if v_ids = '{}' then
         return 0;
     end if;
@@ -86,7 +108,7 @@ begin
     where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0 and tr.available_at <= v_now
         and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null;
     insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
-    select tr.task_run_id, tr.dispatch_id, tr.attempt, v_queue.name,
+    select tr.task_run_id, tr.dispatch_id, tr.attempt, v_queue,
         (select t.handler from flowforge.task t where t.task_id = tr.task_id),
         (select r.labels ->> 'traceparent' from flowforge.run r where r.run_id = tr.run_id), v_now, v_now
     from flowforge.task_run tr where tr.task_run_id = any (v_ids) and tr.state = 'ready'
@@ -116,7 +138,8 @@ begin
         select q.queue_id from flowforge.queue q
         where q.paused_at is null
             and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible' limit 1)
-        order by q.queue_id
+        -- In random order: no queue with a large backlog takes every turn.
+        order by random()
     loop
         exit when v_dispatched >= dispatch_ready.max_rows;
         v_dispatched := v_dispatched + flowforge._fill_window(v_queue_id, dispatch_ready.max_rows - v_dispatched);

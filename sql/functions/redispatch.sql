@@ -1,6 +1,6 @@
 -- redispatch_lost, redispatch, fail_undeliverable, sweep_outbox: the scheduler keeps ready task runs and orders in step.
 --
--- Each locks task runs first, then outbox rows, skipping locked ones (redispatch by an operator too: what is locked is
+-- Each locks task runs first, then outbox rows, skipping locked ones, redispatch_lost queues before these (redispatch by an operator too: what is locked is
 -- being claimed or moved). Dispatch ids never change here. Safe to repeat. Raise WF001, WF002.
 
 create or replace function flowforge.redispatch_lost(max_rows bigint default 500) returns bigint
@@ -14,8 +14,18 @@ declare
     v_now timestamptz := flowforge._clock();
     v_ids bigint[];
     v_lost bigint[];
+    v_queue_id bigint;
 begin
     perform flowforge._check_count('max_rows', redispatch_lost.max_rows);
+    -- The pace of queues from which nothing is dispatched at present, so that a slow one is not taken for a lost one.
+    for v_queue_id in
+        select q.queue_id from flowforge.queue q
+        where (q.sampled_at > v_now - interval '1 s') is not true
+            and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched' limit 1)
+        for no key update of q skip locked
+    loop
+        perform flowforge._sample_pace(v_queue_id, flowforge._in_window(v_queue_id, 1000000, v_now), 0, v_now);
+    end loop;
     -- Walks the windows, which are bounded.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.stage = 'dispatched' and tr.redispatch_at <= v_now

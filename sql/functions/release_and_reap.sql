@@ -39,11 +39,13 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Twice what the window takes to drain at the recent pace, at most ten times the setting.
+    -- Twice what the window takes to drain at the recent pace, an hour at most; a pace of less than one claim in the
+    -- setting's time is none: nobody is draining it, or the broker has lost it.
     return (
-        select greatest(q.redispatch_delay,
-            least(make_interval(secs => 2 * q.sampled_window / greatest(q.drain_rate, 0.001)),
-                  case when q.drain_rate > 0 then 10 else 1 end * q.redispatch_delay))
+        select case
+            when q.drain_rate * extract(epoch from q.redispatch_delay) < 1 then q.redispatch_delay
+            else greatest(q.redispatch_delay, least(make_interval(secs => 2 * q.sampled_window / q.drain_rate), interval '1 hour'))
+        end
         from flowforge.queue q where q.queue_id = p_queue_id);
 end
 $$;
@@ -164,6 +166,30 @@ $$;
 comment on function flowforge.release_task_run(bigint, bigint, text) is
     'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (not counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
 
+create or replace function flowforge._tick_reaper() returns timestamptz
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_now timestamptz;
+    v_last record;
+begin
+    select s.reaper_ticked_at as at, s.reaper_period as period, s.gap_ended_at into v_last from flowforge.scheduler s for no key update;
+    v_now := flowforge._clock();
+    -- A scheduler that always ticks slowly is no gap, or it would never judge anyone.
+    if v_now - v_last.at > greatest(interval '10 s', 3 * v_last.period) then
+        v_last.gap_ended_at := v_now;
+    end if;
+    update flowforge.scheduler s
+    set reaper_ticked_at = v_now, gap_ended_at = v_last.gap_ended_at,
+        reaper_period = least(greatest(coalesce(v_now - v_last.at, '0'), '0'), '20 s')
+    where s.one_row;
+    return v_last.gap_ended_at;
+end
+$$;
+comment on function flowforge._tick_reaper() is
+    'Stores a tick of the reaper and answers when the last gap in them ended. Holds the scheduler''s row: reapers come one at a time.';
+
 create or replace function flowforge.reap_expired_leases(max_rows bigint default 500) returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
@@ -172,39 +198,32 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
+    v_gap_ended_at timestamptz;
     v_now timestamptz;
-    v_ticked_at timestamptz;
     v_ids bigint[];
     v_timed_out bigint[];
     v_expired bigint[];
 begin
     perform flowforge._check_count('max_rows', reap_expired_leases.max_rows);
-    select s.reaper_ticked_at into v_ticked_at from flowforge.scheduler s for no key update;
+    v_gap_ended_at := flowforge._tick_reaper();
     v_now := flowforge._clock();
-    update flowforge.scheduler s set reaper_ticked_at = v_now where s.one_row;
-
-    if v_now - v_ticked_at > interval '10 s' then
-        -- While nobody reaped, the database or the network may have been away, and workers could not renew: every
-        -- lease gets its own length anew, once, from this first tick after the gap.
-        v_ids := array(select tr.task_run_id from flowforge.task_run tr
-            where tr.lease_expires_at is not null order by tr.lease_expires_at for no key update skip locked);
-        update flowforge.task_run tr
-        set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
-        where tr.task_run_id = any (v_ids) and tr.state = 'running';
-    end if;
-
+    -- While nobody reaped, the database or the network may have been away, and workers could not renew: whoever held a
+    -- lease then has its own length anew, once, but not past its time limit.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.lease_expires_at <= v_now order by tr.lease_expires_at
+        where tr.lease_expires_at <= v_now
+            and ((v_gap_ended_at + tr.lease_length > v_now) is not true or tr.deadline <= v_now)
+        order by tr.lease_expires_at
         limit reap_expired_leases.max_rows for no key update skip locked);
     if v_ids = '{}' then
         return 0;
     end if;
-    -- Judged again now that the rows are locked: a worker may have finished or renewed in between.
+    -- Judged again now that the rows are locked: a worker may have finished or renewed in between. Without "is true" the
+    -- condition on the lease would invite its partial index, dead entries and all.
     select coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where tr.deadline <= v_now), '{}'),
         coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where (tr.deadline <= v_now) is not true), '{}')
     into v_timed_out, v_expired
     from flowforge.task_run tr
-    where tr.task_run_id = any (v_ids) and tr.state = 'running' and tr.lease_expires_at <= v_now;
+    where tr.task_run_id = any (v_ids) and tr.state = 'running' and (tr.lease_expires_at <= v_now) is true;
 
     if v_timed_out <> '{}' then
         perform flowforge._end_attempt(v_timed_out, array_fill('timed_out'::text, array[cardinality(v_timed_out)]),
@@ -221,4 +240,4 @@ begin
 end
 $$;
 comment on function flowforge.reap_expired_leases(bigint) is
-    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks it first gives every lease its length anew. Answers how many it took. Raises WF001.';
+    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks every lease has its own length anew, from the first tick after the gap. Answers how many it took. Raises WF001.';

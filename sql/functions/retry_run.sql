@@ -143,20 +143,23 @@ comment on function flowforge._reset(bigint, bigint[], bigint[], bigint[], times
     'Resets task runs of a locked run, recounts what waits below, and judges what waits for nothing. Answers how many were reset.';
 
 create or replace function flowforge._count_unmet(p_run_id bigint, p_task_id bigint, p_generation bigint, p_map_count bigint) returns bigint
-language sql stable
+language plpgsql stable
 set search_path = pg_catalog, pg_temp
-begin atomic
-    select case when p_map_count is null then (
+as $$
+begin
+    if p_map_count is null then
+        return (
             select count(*) from flowforge.task_dependency d
             cross join lateral (select u.stage from flowforge.task_run u
                 where u.run_id = p_run_id and u.task_id = d.upstream_task_id and u.map_index is null limit 1) u
-            where d.task_id = p_task_id and u.stage <> 'settled')
-        else (
-            select count(*) from flowforge.task_run e
-            where e.run_id = p_run_id and e.task_id = p_task_id and e.map_index >= 0 and e.generation = p_generation
-                and e.stage <> 'settled')
-    end;
-end;
+            where d.task_id = p_task_id and u.stage <> 'settled');
+    end if;
+    return (
+        select count(*) from flowforge.task_run e
+        where e.run_id = p_run_id and e.task_id = p_task_id and e.map_index >= 0 and e.generation = p_generation
+            and e.stage <> 'settled');
+end
+$$;
 comment on function flowforge._count_unmet(bigint, bigint, bigint, bigint) is
     'What an own row waits for, counted from the edges or, for an expanded map, from its elements.';
 
@@ -237,8 +240,10 @@ begin
         perform flowforge._settle(array[retry_run.run_id], null);
         perform flowforge._wake_scheduler();
     end if;
-    insert into flowforge.run_retry (run_id, request_id, from_task, task_runs, requested_at)
-    values (retry_run.run_id, coalesce(retry_run.request_id, gen_random_uuid()::text), retry_run.from_task, v_count, v_now);
+    if v_count > 0 or retry_run.request_id is not null then
+        insert into flowforge.run_retry (run_id, request_id, from_task, task_runs, requested_at)
+        values (retry_run.run_id, coalesce(retry_run.request_id, gen_random_uuid()::text), retry_run.from_task, v_count, v_now);
+    end if;
     return v_count;
 end
 $$;

@@ -34,6 +34,12 @@ begin
         raise exception using errcode = 'WF001', message = format('labels must be an object, not %s', coalesce(jsonb_typeof(p_labels), 'null'));
     end if;
     perform flowforge._check_payload('labels', p_labels);
+    -- It travels as a header of every message of the run.
+    if p_labels ? 'traceparent' and (p_labels ->> 'traceparent' ~ '^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$') is not true then
+        raise exception using errcode = 'WF001',
+            message = format('label traceparent is %s; it must have the form of W3C Trace Context', flowforge._quoted(p_labels ->> 'traceparent')),
+            hint = 'Such as 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01.';
+    end if;
     for v_at in 1..v_count loop
         if p_inputs[v_at] is null then
             raise exception using errcode = 'WF001', message = 'input is null; pass any JSON value, such as {}';

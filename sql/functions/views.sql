@@ -174,7 +174,7 @@ comment on column flowforge.queue_status.capacity is 'Task runs that its announc
 
 create or replace view flowforge.worker_status as
 select w.name as worker, w.queues, w.capacity, w.started_at, w.seen_at, w.seen_at > flowforge._reading() - interval '2 minutes' as alive,
-    (select count(*) from flowforge.task_run tr where tr.stage = 'leased' and tr.lease_owner = w.name) as running
+    (select count(*) from flowforge.task_run tr where tr.lease_expires_at is not null and tr.lease_owner = w.name) as running
 from flowforge.worker w;
 comment on view flowforge.worker_status is 'Workers that announced themselves, and how much each is running.';
 comment on column flowforge.worker_status.worker is 'Name of the worker.';

@@ -483,13 +483,17 @@ comment on column flowforge.worker.seen_at is 'When it was last seen; after 2 mi
 create table if not exists flowforge.scheduler (
     one_row boolean primary key default true check (one_row),
     asleep boolean not null default false,
-    reaper_ticked_at timestamptz
+    reaper_ticked_at timestamptz,
+    reaper_period interval not null default '0',
+    gap_ended_at timestamptz
 ) with (fillfactor = 10);
 insert into flowforge.scheduler default values on conflict (one_row) do nothing;
 comment on table flowforge.scheduler is 'One row: what the schedulers tell each other and the writers.';
 comment on column flowforge.scheduler.one_row is 'Always true.';
 comment on column flowforge.scheduler.asleep is 'Whether a scheduler has declared itself asleep: only then is it notified.';
-comment on column flowforge.scheduler.reaper_ticked_at is 'Last tick of the reaper; a gap gives every lease its length anew.';
+comment on column flowforge.scheduler.reaper_ticked_at is 'Last tick of the reaper.';
+comment on column flowforge.scheduler.reaper_period is 'Time between its last two ticks, 20 s at most; a gap is longer than 10 s and than three of these.';
+comment on column flowforge.scheduler.gap_ended_at is 'First tick after the last gap: from here on every lease that ran then has its own length anew.';
 
 create table if not exists flowforge.run_retry (
     run_id bigint not null references flowforge.run on delete cascade,

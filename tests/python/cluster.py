@@ -27,6 +27,7 @@ class Process:
 
     def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.name, self.log = name, log
+        self._health = Path(environment["FLOWFORGE_HEALTH_FILE"])
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command, env=environment, cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -55,6 +56,10 @@ class Process:
         """Wait for its own end; the exit code."""
         return self._process.wait(60)
 
+    def health(self) -> str:
+        """The state of health that it reports."""
+        return str(json.loads(self._health.read_text())["state"]) if self._health.exists() else "starting"
+
     def entries(self) -> list[dict[str, Any]]:
         """Its log."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
@@ -72,6 +77,16 @@ class Cluster:
         self._witness.touch()
         self.processes: list[Process] = []
         self._connection = db.connect()
+        # For G7: every mark, kept when the sweep deletes the order.
+        self._connection.execute(
+            """
+            create table public.marked (dispatch_id uuid);
+            create function public.note_mark() returns trigger language plpgsql security definer as
+                'begin insert into public.marked values (new.dispatch_id); return new; end';
+            create trigger note_mark after update of published_at on flowforge.outbox
+                for each row when (new.published_at is not null) execute function public.note_mark();
+            """
+        )
         for workflow in vars(scenario_flows).values():
             if isinstance(workflow, Workflow):
                 self.value("select version from flowforge.define_workflow(%s)", json.dumps(workflow.spec()))
@@ -187,7 +202,8 @@ class Cluster:
         return f"{self.namespace}.flowforge.{name}" if self.namespace else f"flowforge.{name}"
 
     def check(self) -> None:
-        """G1 to G6: the invariants in the tables, and what the witness saw against what was accepted."""
+        """G1 to G7: the invariants in the tables, what the witness saw against what was accepted, and what
+        was marked as published against the confirms in the publishers' logs."""
         violations = self.rows("select * from flowforge.violations()")
         assert not violations, violations
         tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -213,6 +229,15 @@ class Cluster:
                 "select attempt, fencing_token from flowforge.task_run where task_run_id = %s", task_run
             )
             assert now[0] >= (attempt, max(seen)), f"G6: task run {task_run} went back"
+        marked = {str(dispatch) for (dispatch,) in self.rows("select dispatch_id from public.marked")}
+        confirmed = {
+            entry["dispatch"]
+            for process in self.processes
+            if "publisher" in process.name
+            for entry in process.entries()
+            if entry["event"] == "confirmed"
+        }
+        assert marked <= confirmed, f"G7: marked without a confirm: {marked - confirmed}"
         assert not self.deadlocks(), "the server's log tells of a deadlock"
 
     def deadlocks(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Workflows of the scenarios. Each handler tells a witness, a file outside the engine, what it executes, then
-does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "until": file, "output": …}.
+does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "until": file,
+"output": …}.
 """
 
 import json
@@ -15,6 +16,7 @@ def _tell(ctx: Context, event: str) -> None:
     line = json.dumps(
         {
             "event": event,
+            "run": ctx.run_id,
             "task_run": ctx.task_run_id,
             "task": ctx.task,
             "attempt": ctx.attempt,

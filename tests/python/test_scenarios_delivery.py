@@ -49,9 +49,12 @@ def _published(cluster: Cluster) -> int:
 
 
 def _wait_declared(cluster: Cluster) -> None:
+    """The work queue exists and is bound, and the publisher has nothing to do."""
     assert cluster.broker is not None
     broker, queue = cluster.broker, cluster.queue()
     wait_until(lambda: broker.counts(queue) is not None, "the work queue")
+    publishers = [process for process in cluster.processes if "publisher" in process.name]
+    wait_until(lambda: all(process.health() == "ok" for process in publishers), "the publisher's health")
 
 
 @pytest.mark.parametrize("fault", ["deleted", "unbound"])
@@ -123,6 +126,7 @@ def test_hd_05_nack(cluster: Cluster) -> None:
 def test_hd_12_published_and_not_marked(cluster: Cluster) -> None:
     """The publisher dies between the confirm and the mark: two messages, one dispatch id, one claim; the
     other delivery is recognised."""
+    cluster.execute("select flowforge.configure_queue('default', null, '1 hour')")
     scheduler = cluster.start("scheduler")
     (doomed,) = cluster.start("publisher", FLOWFORGE_CRASH_AT="publisher:after-confirm")
     _wait_declared(cluster)
@@ -221,7 +225,7 @@ def test_hd_15_broker_lost_the_messages(cluster: Cluster, fault: str) -> None:
 
 def test_purge_in_the_middle_of_a_thousand_runs(cluster: Cluster) -> None:
     """The broker's queues are purged while a thousand runs are under way: all finish by themselves."""
-    cluster.daemons(workers=2, FLOWFORGE_LOG_LEVEL="info", FLOWFORGE_CONCURRENCY="16")
+    cluster.daemons(workers=2, FLOWFORGE_CONCURRENCY="16")
     runs = cluster.trigger_many("one", [{"work": {"sleep": 0.05}}] * 1000)
     done = "select count(*) from flowforge.run where finished_at is not null"
     assert cluster.broker is not None

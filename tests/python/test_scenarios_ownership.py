@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,15 +32,19 @@ def test_hd_01_join_of_many_parents(cluster: Cluster) -> None:
     assert set(cluster.wait_ended(*runs)) == {"succeeded"}
     assert len(cluster.executions()) == 200 * 4 + 20 * 22
     assert cluster.value("select count(*) from flowforge.task_run where fencing_token <> 1") == 0
+    parents: dict[int, list[float]] = defaultdict(list)
+    for entry in cluster.executions("end"):
+        if entry["task"] in ("b", "c"):
+            parents[entry["run"]].append(entry["at"])
+    together = [run for run, (one, other) in parents.items() if abs(one - other) < 0.02]
+    assert len(together) >= 20, "hardly any two parents finished together"
     cluster.check()
 
 
 def test_hd_02_finish_cancel_reap_and_settle_together(cluster: Cluster) -> None:
     """Workers finish, a client cancels, two schedulers settle, dispatch and reap at once: no deadlock, and
     every run ends in a state it may have."""
-    cluster.daemons(
-        workers=3, FLOWFORGE_LEASE="1", FLOWFORGE_REAP_INTERVAL="0.05", FLOWFORGE_LOG_LEVEL="info"
-    )
+    _, doomed, *_ = cluster.daemons(workers=4, FLOWFORGE_LEASE="1", FLOWFORGE_REAP_INTERVAL="0.05")
     cluster.start("scheduler", FLOWFORGE_REAP_INTERVAL="0.05")
     runs = [cluster.trigger("forty", {f"t{n}": {"sleep": n / 100} for n in range(40)}) for _ in range(12)]
     cancelled = 0
@@ -54,8 +59,11 @@ def test_hd_02_finish_cancel_reap_and_settle_together(cluster: Cluster) -> None:
             row = client.execute("select flowforge.cancel_run(%s)", [run]).fetchone()
             assert row is not None
             cancelled += row[0]
+            if cancelled == 2 and doomed.running():
+                doomed.kill()
     assert cancelled >= 3
     states = cluster.wait_ended(*runs)
+    assert cluster.value("select count(*) from flowforge.attempt where outcome = 'lease_expired'") > 0
     assert set(states) <= {"succeeded", "cancelled"}
     assert states.count("cancelled") == cancelled
     assert not cluster.deadlocks()
@@ -172,6 +180,7 @@ def test_hd_18_finished_just_before_the_reaper(cluster: Cluster) -> None:
         worker.commit()
     assert cluster.value("select flowforge.reap_expired_leases()") == 0
     assert cluster.value("select state::text from flowforge.task_run") == "succeeded"
+    assert not cluster.rows("select * from flowforge.violations()")
 
 
 def test_paused_worker_is_fenced(cluster: Cluster) -> None:

@@ -169,6 +169,8 @@ def pages(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[dict[st
         connection.execute("alter table flowforge.run disable trigger user")
         connection.execute("alter table flowforge.task_run disable trigger user")
         connection.execute("select flowforge.define_workflow(%s)", (Jsonb(WORKFLOW),))
+        # Views of workers look at what each of them runs.
+        connection.execute("select flowforge.announce_worker('w', '{default}', 50)")
         always = IDLE | VIEWS
         finished = FINISHED, FINISHED_TASKS
         result = {

@@ -16,14 +16,20 @@ def ready(engine: Engine) -> list[int]:
 
 def test_state_and_order_to_publish_come_together(engine: Engine) -> None:
     engine.define(task("a", queue="q", handler="h"), task("b", "a"))
-    run_id = engine.trigger(labels=Jsonb({"traceparent": "00-ab-cd-01"}))
+    run_id = engine.trigger(
+        labels=Jsonb({"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"})
+    )
     assert engine.call("dispatch_ready") == 1
     a = engine.task_run(run_id, "a")
     (order,) = engine.messages()
     assert (a.state, a.stage) == ("ready", "dispatched")
     assert (order.task_run_id, order.dispatch_id) == (a.task_run_id, a.dispatch_id)
     assert (order.queue, order.handler, order.attempt) == ("q", "h", 1)
-    assert (order.traceparent, order.published_at, order.tries) == ("00-ab-cd-01", None, 0)
+    assert (order.traceparent, order.published_at, order.tries) == (
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        None,
+        0,
+    )
     with engine.changes_nothing():
         assert engine.call("dispatch_ready") == 0
 
@@ -106,6 +112,20 @@ def test_a_paused_queue_keeps_its_backlog_and_holds_up_no_other(engine: Engine) 
     engine.call("resume_queue", "paused")
     engine.schedule()
     assert engine.task_run(run_id, "a").state == "ready"
+
+
+def test_a_queue_with_a_large_backlog_does_not_take_every_turn(engine: Engine) -> None:
+    """Each call is used up by whichever queue comes first: the order is drawn anew."""
+    engine.define(task("a", queue="busy"), name="busy")
+    engine.define(task("b", queue="quiet"), name="quiet")
+    for _ in range(60):
+        engine.trigger("busy")
+    quiet = engine.trigger("quiet")
+    calls = 0
+    while engine.task_run(quiet, "b").state == "pending":
+        assert engine.call("dispatch_ready", 1) == 1
+        calls += 1
+    assert calls <= 50, "a chance of one in 2 to the power of 50"
 
 
 # Time

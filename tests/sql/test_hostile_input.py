@@ -63,13 +63,11 @@ def ids(name: Any) -> str:
 @pytest.mark.parametrize("name", NAMES, ids=ids)
 def test_a_name_goes_everywhere_and_comes_back_byte_for_byte(engine: Engine, name: str) -> None:
     engine.define(task(name, queue=name, handler=name), task("b", name, queue=name), name=name)
-    run_id = engine.trigger(
-        name, input=Jsonb({name: name}), idempotency_key=name, labels=Jsonb({"traceparent": name, name: name})
-    )
+    run_id = engine.trigger(name, input=Jsonb({name: name}), idempotency_key=name, labels=Jsonb({name: name}))
     assert engine.trigger(name, input=Jsonb({name: name}), idempotency_key=name) == run_id
     engine.schedule()
     (order,) = engine.table("fetch_outbox", 10)
-    assert (order.queue, order.handler, order.traceparent) == (name, name, name)
+    assert (order.queue, order.handler) == (name, name)
     engine.call("mark_refused", [order.outbox_id], [name])
     assert engine.messages()[0].last_error == name
     assert engine.call("announce_worker", name, [name], 1) == ""
@@ -94,7 +92,7 @@ def test_a_name_goes_everywhere_and_comes_back_byte_for_byte(engine: Engine, nam
     engine.call("cancel_run", run_id, name)
     run = engine.row("select * from flowforge.run_status")
     assert (run.workflow, run.idempotency_key, run.cancel_reason) == (name, name, name)
-    assert run.labels == {"traceparent": name, name: name}
+    assert run.labels == {name: name}
     worker = engine.row("select * from flowforge.worker_status")
     assert (worker.worker, worker.queues) == (name, [name])
     assert [row.queue_names for row in engine.rows("select flowforge.queue_names()")] == [name]

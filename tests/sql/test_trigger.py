@@ -258,6 +258,8 @@ def test_keys_in_crossing_order_do_not_deadlock(db: Database) -> None:
         ("WF001", {"delay": "11 years"}),
         ("WF001", {"labels": None}),
         ("WF001", {"labels": Jsonb([])}),
+        ("WF001", {"labels": Jsonb({"traceparent": "x" * 200_000})}),
+        ("WF001", {"labels": Jsonb({"traceparent": 1})}),
     ],
 )
 def test_wrong_arguments_are_refused(w: Engine, code: str, named: dict[str, Any]) -> None:
