@@ -288,7 +288,10 @@ class Client:
                 self._drop()
         if self._connection is None:
             try:
-                self._connection = db.connect(self._dsn, application_name="flowforge client")
+                # Not prepared: it must work behind any pooler, without a setting.
+                self._connection = db.connect(
+                    self._dsn, application_name="flowforge client", prepared_statements=False
+                )
             except psycopg.Error as error:
                 raise from_database(error) from error
         return self._connection

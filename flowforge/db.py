@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -25,6 +26,9 @@ from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps
 
 from flowforge.errors import ConfigError, NotStorable
+
+# Whatever it has to say arrives as an exception.
+logging.getLogger("psycopg").setLevel(logging.CRITICAL)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -87,13 +91,33 @@ def call(
 ) -> list[tuple[Any, ...]]:
     """Run one statement as its own READ COMMITTED transaction, in one round trip, and return its rows.
 
-    `query` must be a single statement with %s placeholders, `lock_timeout` is in seconds. The placeholders
-    are filled in by the client, so arrays and jsonb need a cast in the statement (%s::bigint[])."""
-    with psycopg.ClientCursor(conn) as cursor:
-        cursor.execute(_head(lock_timeout) + query, params or None)
-        while cursor.nextset():
-            pass
-        return cursor.fetchall() if cursor.description else []
+    `query` must be a single statement with %s placeholders, `lock_timeout` is in seconds. The values travel
+    apart from the statement, so that no payload shows in the server's log or in pg_stat_activity.
+
+    An error with an SQLSTATE, or of an argument, changed nothing; without one it is not known. Either way the
+    connection is idle or closed afterwards."""
+    cursor = conn.cursor()
+    try:
+        with conn.pipeline():
+            conn.execute(_BEGIN)
+            conn.execute(_lock_timeout(lock_timeout))
+            cursor.execute(query.encode(), params or None)
+            conn.execute("commit")
+    except Exception:
+        _roll_back(conn)
+        raise
+    except BaseException:
+        conn.close()  # interrupted half way: what would be answered next is not known
+        raise
+    return cursor.fetchall() if cursor.description else []
+
+
+def _roll_back(conn: Connection) -> None:
+    """End the transaction that an error left open. An aborted pipeline has not got to its commit."""
+    try:
+        conn.rollback()
+    except psycopg.Error:
+        conn.close()
 
 
 @contextmanager
@@ -101,7 +125,7 @@ def begin(conn: Connection, *, lock_timeout: float = 5.0) -> Generator[Connectio
     """A READ COMMITTED transaction with a lock time-out in seconds; commits at the end of the block, or rolls
     back. It begins in one round trip."""
     # Several statements cannot be prepared.
-    conn.execute(f"begin; {_head(lock_timeout)}".encode(), prepare=False)
+    conn.execute(_BEGIN + b"; " + _lock_timeout(lock_timeout), prepare=False)
     try:
         yield conn
     except BaseException:
@@ -111,11 +135,11 @@ def begin(conn: Connection, *, lock_timeout: float = 5.0) -> Generator[Connectio
     conn.execute("commit")
 
 
-def _head(lock_timeout: float) -> str:
-    return (
-        "set transaction isolation level read committed; "
-        f"set local lock_timeout = {round(lock_timeout * 1000)}; "
-    )
+_BEGIN = b"begin isolation level read committed"
+
+
+def _lock_timeout(seconds: float) -> bytes:
+    return b"set local lock_timeout = %d" % round(seconds * 1000)
 
 
 def json_text(value: Any) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
+from psycopg.pq import TransactionStatus
 from psycopg.types.json import Jsonb
 
 from flowforge import db as database
@@ -22,6 +23,7 @@ from flowforge.errors import (
 )
 from flowforge.listen import Listener, Waker
 from tests.python.proxy import Proxy
+from tests.python.workbench import LossyProxy
 from tests.services.database import Database
 from tests.services.process import free_port, wait_until
 
@@ -95,6 +97,64 @@ def test_a_call_that_fails_leaves_nothing(conn: database.Connection) -> None:
     with pytest.raises(psycopg.errors.DivisionByZero):
         database.call(conn, "with a as (insert into t values (1) returning x) select 1 / (x - 1) from a")
     assert database.call(conn, "select count(*) from t") == [(0,)]
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_after_a_failed_call_the_connection_serves_the_next_one(db: Database, prepared: bool) -> None:
+    with database.connect(db.dsn, application_name="test", prepared_statements=prepared) as conn:
+        conn.execute("create table t (x bigint unique deferrable initially deferred)")
+        conn.execute("insert into t values (0)")
+        insert = "insert into t values (%s / (%s - 7)) returning x"
+        failures: list[tuple[str, list[object], type[psycopg.Error]]] = [
+            (insert, [1, 7], psycopg.errors.DivisionByZero),
+            ("select no_such_function(%s)", [1], psycopg.errors.UndefinedFunction),
+            ("select %s", ["a\0b"], psycopg.DataError),  # refused here, with the transaction begun
+            ("insert into t values (0)", [], psycopg.errors.UniqueViolation),  # refused by the commit
+        ]
+        for round_ in range(8):  # before and after statements get prepared
+            for query, params, kind in failures:
+                with pytest.raises(kind):
+                    database.call(conn, query, params)
+                assert conn.info.transaction_status == TransactionStatus.IDLE
+            x = 10 * (round_ + 1)
+            assert database.call(conn, insert, [x * 10, 17]) == [(x,)]
+        assert database.call(conn, "select count(*) from t") == [(9,)]
+        counts = [database.call(conn, "select count(*) from pg_prepared_statements") for _ in range(8)]
+        assert (counts[-1] > counts[0]) == prepared
+
+
+def test_a_call_whose_function_appears_later_works_then(conn: database.Connection) -> None:
+    for _ in range(8):
+        with pytest.raises(psycopg.errors.UndefinedFunction):
+            database.call(conn, "select later(%s::bigint)", [1])
+    conn.execute("create function later(x bigint) returns bigint return x")
+    for _ in range(8):
+        assert database.call(conn, "select later(%s::bigint)", [1]) == [(1,)]
+
+
+@pytest.mark.parametrize("lost", ["before", "after"])
+def test_a_call_whose_answer_is_lost_is_told_from_a_refused_one(db: Database, lost: str) -> None:
+    proxy = LossyProxy(db.dsn)
+    try:
+        with database.connect(proxy.dsn, application_name="test") as conn:
+            conn.execute("create table t (x bigint)")
+            proxy.lose("insert into t", sent=lost == "after")
+            with pytest.raises(psycopg.OperationalError) as caught:
+                database.call(conn, "insert into t values (%s) returning x", [1])
+            assert caught.value.sqlstate is None
+            assert database.connection_lost(conn)
+            assert database.connection_useless(conn, caught.value)
+    finally:
+        proxy.close()
+
+
+def test_no_value_shows_in_the_statement(conn: database.Connection) -> None:
+    # The very text that an error or a long wait would write to the server's log.
+    query = "select query, %s::jsonb from pg_stat_activity where pid = pg_backend_pid()"
+    for _ in range(8):
+        [(text, value)] = database.call(conn, query, ['"s3cret"'])
+        assert value == "s3cret"
+        assert text == query.replace("%s", "$1")
 
 
 @pytest.mark.parametrize(
