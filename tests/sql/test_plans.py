@@ -66,7 +66,7 @@ PATHS = {
     "claim_task_runs": (
         "attempt_pkey(task_run_id) run_pkey(run_id) task_dependency_pkey(task_id) task_pkey(task_id) "
         "task_run_of_run(run_id,task_id,map_index) task_run_pkey(task_run_id) update:run_pkey(run_id) "
-        "update:task_pkey(task_id) update:task_run_claim(claim_id) update:task_run_pkey(task_run_id)"
+        "update:task_pkey(task_id) update:task_run_pkey(task_run_id)"
     ),
     "dispatch_ready": (
         "insert:run_pkey(run_id) insert:task_pkey(task_id) insert:task_run_pkey(task_run_id) "
@@ -110,8 +110,8 @@ PATHS = {
     ),
     "redispatch_lost": (
         "insert:run_pkey(run_id) insert:task_pkey(task_id) insert:task_run_pkey(task_run_id) "
-        "outbox_of_task_run(task_run_id) task_run_dispatched() task_run_pkey(task_run_id) "
-        "update:task_run_pkey(task_run_id)"
+        "outbox_of_task_run(task_run_id) task_run_dispatched() task_run_dispatched(queue_id) "
+        "task_run_pkey(task_run_id) update:task_run_pkey(task_run_id)"
     ),
     "release_task_run": (
         "insert:run_pkey(run_id) insert:task_pkey(task_id) insert:task_run_pkey(task_run_id) "
@@ -286,6 +286,7 @@ class Tour:
             held[:1] = self.claim(deliveries[4:5])
         self.past("reaper_ticked_at", "true", "scheduler")
         self.call("reap_expired_leases()")
+        self.past("gap_ended_at", "true", "scheduler")
         self.past("lease_expires_at", "state = 'running'")
         self.past("deadline", f"task_run_id = {held[1][0]}")
         assert self.call("reap_expired_leases()") == [(2,)]
