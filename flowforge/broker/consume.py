@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pika
+import pika.exceptions
 
 from flowforge.broker.connection import Client, Steps, cause, unusable
 from flowforge.config import Config
+from flowforge.db import Backoff
+from flowforge.errors import BrokerMisconfigured
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,9 @@ class Delivery:
 class ConsumeChannel(Client):
     """The consuming connection.
 
+    It declares nothing: a queue that is missing is the publisher's evidence that what was in it is lost, and
+    whoever creates it destroys that. Queues that are not there yet are looked for every so often.
+
     `start()` it; `on_message` is then called with each Delivery, in the connection's thread, so it must not
     block: put it into a queue. Every delivery is settled once, by `ack` (its claim is decided), `give_back`
     (not taken: the broker offers it to others) or `reject` (unreadable: to the dead-letter queue). All three
@@ -50,9 +56,12 @@ class ConsumeChannel(Client):
         self._wanted = tuple(queues)
         self._on_message, self._prefetch = on_message, prefetch
         self._consuming: Any = None
+        self._there: list[str] = []  # the wanted queues that this connection has found
         self._consumers: dict[str, str] = {}
         self._unsettled: dict[int, None] = {}  # tags in the order of delivery
         self._paused = False
+        self._told_missing: list[str] = []
+        self._looking = Backoff(first=0.2, cap=5.0)
 
     @property
     def paused(self) -> bool:
@@ -88,18 +97,62 @@ class ConsumeChannel(Client):
     # -- in the thread
 
     def _set_up(self) -> Steps:
-        yield from self._declare([queue for queue in self._wanted if unusable(queue) is None], set())
         self._consuming = channel = yield from self._channel()
         channel.add_on_cancel_callback(lambda _: self._abort("a queue was deleted under its consumer"))
+        missing = yield from self._look()
         self._ready()
+        self._after_look(missing)
+
+    def _look(self) -> Steps:
+        """Look for the queues not found so far; those that are still missing."""
+        missing = []
+        channel = yield from self._channel()
+        for queue in self._wanted:
+            if queue in self._there or unusable(queue) is not None:
+                continue
+            try:
+                yield from self._ask(channel, "queue_declare", queue=self._names.queue(queue), passive=True)
+                self._there.append(queue)
+            except pika.exceptions.ChannelClosedByBroker as exc:
+                if exc.reply_code == 403:
+                    raise BrokerMisconfigured(f"the broker refuses: {exc.reply_text}") from exc
+                if exc.reply_code != 404:
+                    raise
+                missing.append(queue)
+                channel = yield from self._channel()
+        channel.close()
+        return missing
+
+    def _look_again(self) -> Steps:
+        self._after_look((yield from self._look()))
+
+    def _after_look(self, missing: list[str]) -> None:
         if not self._paused:
             self._consume()
+        if missing:
+            if missing != self._told_missing:
+                self._log.warning(
+                    "queues are missing on the broker; waiting for the publisher to create them",
+                    queue=", ".join(missing),
+                )
+            self._loop.call_later(self._looking.next(), functools.partial(self._again, self.generation))
+        else:
+            if self._told_missing:
+                self._log.info("all queues are there")
+            self._looking.reset()
+        self._told_missing = missing
+
+    def _again(self, generation: int) -> None:
+        if generation == self.generation:
+            self._spawn(self._look_again())
 
     def _consume(self) -> None:
         channel = self._consuming
+        if channel is None:
+            return
         channel.basic_qos(prefetch_count=self._prefetch)
-        for queue in self._wanted:
-            if unusable(queue) is None:
+        for queue in self._there:
+            if queue not in self._consumers:
                 deliver = functools.partial(self._received, queue, self.generation)
                 self._consumers[queue] = channel.basic_consume(self._names.queue(queue), deliver)
 
@@ -172,5 +225,5 @@ class ConsumeChannel(Client):
 
     def _forget(self) -> None:
         self._consuming = None
-        self._consumers = {}
+        self._there, self._consumers = [], {}
         self._unsettled = {}

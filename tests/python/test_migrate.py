@@ -1,5 +1,6 @@
 """Migrating: once each, all or nothing, several runners at once, and a plain word for what it cannot do."""
 
+import hashlib
 import shutil
 import signal
 import subprocess
@@ -148,6 +149,20 @@ def test_a_migration_that_fails_leaves_nothing_and_is_named(db: Database, files:
         assert value(conn, "select to_regclass('flowforge.half')") is None
     bad.write_text("create table flowforge.half (x bigint);\n")
     assert migrate(db.dsn, directory=files).applied == (bad.name,)
+
+
+def test_a_migration_and_its_record_are_one(db: Database, files: Path) -> None:
+    new = files / "migrations/9999.new.sql"
+    new.write_text("create table flowforge.half (x bigint);\n")
+    with db.connect() as conn:
+        # Recorded already, so that recording it fails.
+        sha256 = hashlib.sha256(new.read_bytes()).hexdigest()
+        conn.execute(
+            "insert into flowforge.migration_file (name, sha256) values (%s, %s)", [new.name, sha256]
+        )
+        with pytest.raises(SchemaError, match=r"9999\.new\.sql failed and left nothing behind"):
+            migrate(db.dsn, directory=files)
+        assert value(conn, "select to_regclass('flowforge.half')") is None
 
 
 def test_an_applied_file_that_was_edited_is_refused(db: Database, files: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from flowforge import runner
+from flowforge.broker import ConsumeChannel
 from flowforge.config import Config
 from flowforge.errors import ConfigError
 from flowforge.publisher import Publisher
@@ -177,6 +179,32 @@ def test_what_was_in_a_queue_that_is_gone_is_published_again_at_once(
     assert box.value("select max(attempt) from flowforge.task_run") == 1
 
 
+def test_a_consumer_that_comes_back_first_hides_no_loss(
+    config: Config, rabbit_server: RabbitServer, outbox: Callable[..., Outbox]
+) -> None:
+    box = outbox()
+    box.conn.execute("select flowforge.configure_queue('default', redispatch_delay => interval '1 hour')")
+    seen: set[str | None] = set()
+    consumer = ConsumeChannel(
+        config, ["default"], lambda got: seen.add(got.message_id), prefetch=10, name="worker"
+    )
+    with Running(Publisher(config), config):
+        consumer.start()
+        try:
+            box.dispatch(3)
+            wait_until(lambda: len(seen) == 3 and box.unpublished() == 0, "the first delivery")
+            before, generation = set(seen), consumer.generation
+            rabbit_server.delete_queue(box.name_of())
+            wait_until(
+                lambda: consumer.generation > generation and consumer.state == "connected", "the consumer"
+            )
+            seen.clear()
+            rabbit_server.close_connections("test")
+            wait_until(lambda: seen == before, "the same dispatches, again at once")
+        finally:
+            consumer.close()
+
+
 def test_nacked_orders_are_kept_and_confirmed_ones_marked(
     config: Config, rabbit_server: RabbitServer, outbox: Callable[..., Outbox]
 ) -> None:
@@ -266,6 +294,7 @@ def test_a_blocked_broker_leaves_no_transaction_open_and_is_reported(
             with Running(Publisher(config), config) as other:
                 other.until("blocked")
             assert other.code == runner.EXIT_OK
+            assert sum(each.name == "flowforge-broker-publisher" for each in threading.enumerate()) == 1
             assert running.health.state == "blocked"
             assert box.unpublished() == 3
         finally:
