@@ -294,10 +294,6 @@ def test_other_arguments_are_named_with_both_values(
         channel.ensure({"q"})
     with pytest.raises(BrokerMisconfigured, match=said):
         channel.check()
-    consuming: ConsumeChannel = opened(ConsumeChannel(config, ["q"], print, prefetch=1, name="worker"))
-    assert not consuming.wait_ready(TIMEOUT)
-    with pytest.raises(BrokerMisconfigured, match=said):
-        consuming.check()
 
 
 @pytest.mark.parametrize("part", ["password", "virtual host"])
@@ -417,6 +413,26 @@ def test_a_queue_lost_while_disconnected_is_reported_on_reconnect(
     assert kinds(channel, message("q")) == ["confirmed"]
 
 
+def test_a_consumer_creates_no_queue_and_waits_for_each(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = publisher(config, opened, "q")
+    inbox = Inbox()
+    consuming: ConsumeChannel = opened(
+        ConsumeChannel(config, ["late", "q", "other"], inbox.put, prefetch=5, name="worker")
+    )
+    assert consuming.wait_ready(TIMEOUT)
+    assert kinds(sender, message("q")) == ["confirmed"]
+    assert inbox.take().queue == "q"  # one that is missing holds up no other
+    sender.ensure({"late"})
+    assert sender.gone == {"late"}
+    assert kinds(sender, message("late"), message("q")) == ["confirmed"] * 2
+    assert {inbox.take().queue, inbox.take().queue} == {"late", "q"}
+    assert rabbit.counts(f"{config.namespace}.flowforge.other") is None
+    told = [record.keys["queue"] for record in caplog.records if "are missing" in record.getMessage()]  # type: ignore[attr-defined]
+    assert told == ["late, other", "other"]
+
+
 def test_what_is_acknowledged_is_gone_and_what_is_not_is_offered_again(
     config: Config, opened: Callable[[Any], Any]
 ) -> None:
@@ -517,14 +533,18 @@ def test_what_is_rejected_goes_to_the_dead_letter_queue(
     assert inbox.empty()
 
 
-def test_a_consumer_declares_its_queue_again_when_it_is_deleted(
+def test_a_consumer_whose_queue_is_deleted_leaves_the_evidence_and_takes_again_from_the_new_one(
     config: Config, rabbit: Broker, opened: Callable[[Any], Any]
 ) -> None:
+    publisher(config, opened, "q")
     receiving, inbox = consumer(config, opened)
     generation = receiving.generation
     rabbit.delete_queue(f"{config.namespace}.flowforge.q")
     wait_until(lambda: receiving.generation > generation and receiving.state == "connected", "the reconnect")
-    sender = publisher(config, opened, "q")
+    sender: PublishChannel = opened(PublishChannel(config))
+    assert sender.wait_ready(TIMEOUT)
+    sender.ensure({"q"})
+    assert sender.gone == {"q"}
     assert kinds(sender, message()) == ["confirmed"]
     inbox.take()
 
