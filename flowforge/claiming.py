@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psycopg
-from psycopg import sql
 
 from flowforge import db, log
 from flowforge.claim import CLAIM_NEXT, Answer, Claim, answers
@@ -28,7 +27,7 @@ from flowforge.execution import Execution, Release
 from flowforge.executor import Executor
 from flowforge.finishing import Finisher
 from flowforge.leases import LeaseKeeper
-from flowforge.listen import Waker
+from flowforge.listen import Waker, hears
 from flowforge.runner import crash_point
 from flowforge.session import Session, Unanswered, brief
 
@@ -184,7 +183,7 @@ class QueueClaimer(Claimer):
 
     def _connected(self, conn: db.Connection) -> None:
         if self._hears is None:
-            self._hears = _hears(conn)
+            self._hears = hears(conn, self.session.connect)
             if not self._hears:
                 _log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
         if self._hears:
@@ -209,13 +208,3 @@ class QueueClaimer(Claimer):
         except (psycopg.Error, OSError):
             # The next claim finds out, and says so.
             self.session.close()
-
-
-def _hears(conn: db.Connection) -> bool:
-    """Whether a notification that this connection sends comes back to it."""
-    channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
-    conn.execute(sql.SQL("listen {}").format(channel))
-    conn.execute(sql.SQL("notify {}").format(channel))
-    heard = any(True for _ in conn.notifies(timeout=2.0, stop_after=1))
-    conn.execute(sql.SQL("unlisten {}").format(channel))
-    return heard

@@ -56,6 +56,27 @@ class Waker:
         self._writer.close()
 
 
+SELF_TEST_SECONDS = 2.0
+
+
+def hears(conn: db.Connection, connect: Callable[[], db.Connection]) -> bool:
+    """Whether notifications reach `conn`, told by sending one on a channel that nobody else uses. `connect`
+    makes a second connection of the same kind."""
+    channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
+    conn.execute(sql.SQL("listen {}").format(channel))
+    notify = sql.SQL("notify {}").format(channel)
+    if conn.execute("select pg_backend_pid()").fetchone() == (conn.info.backend_pid,):
+        conn.execute(notify)
+    else:
+        # A pooler is between. What one sends oneself may come back even through one that forwards nothing
+        # else, so another connection sends it.
+        with connect() as other:
+            other.execute(notify)
+    heard = any(True for _ in conn.notifies(timeout=SELF_TEST_SECONDS, stop_after=1))
+    conn.execute(sql.SQL("unlisten {}").format(channel))
+    return heard
+
+
 class Listener(Thread):
     """A thread with its own autocommit connection that LISTENs and calls `wake` for whatever arrives.
 
@@ -98,7 +119,7 @@ class Listener(Thread):
         while not self._ending.is_set():
             try:
                 with self._connect() as conn:
-                    if not tested and not self._hears(conn):
+                    if not tested and not self._tested(conn):
                         self.polling_only = True
                         self._log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
                         return
@@ -128,22 +149,9 @@ class Listener(Thread):
             prepared_statements=False,
         )
 
-    def _hears(self, conn: db.Connection) -> bool:
-        """The self-test."""
-        channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
-        with db.guard(conn, 2 + self._check_timeout):
-            conn.execute(sql.SQL("listen {}").format(channel))
-            notify = sql.SQL("notify {}").format(channel)
-            if conn.execute("select pg_backend_pid()").fetchone() == (conn.info.backend_pid,):
-                conn.execute(notify)
-            else:
-                # A pooler is between. What one sends oneself may come back even through one that forwards
-                # nothing else, so another connection sends it.
-                with self._connect() as other:
-                    other.execute(notify)
-            heard = any(True for _ in conn.notifies(timeout=2.0, stop_after=1))
-            conn.execute(sql.SQL("unlisten {}").format(channel))
-        return heard
+    def _tested(self, conn: db.Connection) -> bool:
+        with db.guard(conn, SELF_TEST_SECONDS + self._check_timeout):
+            return hears(conn, self._connect)
 
     def _relay(self, conn: db.Connection) -> None:
         """Call `wake` for what arrives, until asked to stop; a lost connection raises."""

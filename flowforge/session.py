@@ -76,6 +76,15 @@ class Session:
         self._backoff.reset()
         return rows
 
+    def connect(self) -> db.Connection:
+        """Another connection of the same kind, the caller's to close."""
+        return db.connect(
+            self._config.database_url,
+            application_name=f"flowforge worker {self._purpose}",
+            connect_timeout=self._config.connect_timeout,
+            prepared_statements=self._config.prepared_statements,
+        )
+
     def pause(self) -> float:
         """Seconds to wait before the next try after a failure: growing, with jitter, until a call is
         answered."""
@@ -94,13 +103,7 @@ class Session:
 
     def _connected(self) -> db.Connection:
         if self._conn is None:
-            conn = db.connect(
-                self._config.database_url,
-                application_name=f"flowforge worker {self._purpose}",
-                connect_timeout=self._config.connect_timeout,
-                prepared_statements=self._config.prepared_statements,
-            )
-            self._conn = conn
+            self._conn = conn = self.connect()
             if self._on_connect is not None:
                 with db.guard(conn, CALL_LIMIT):
                     self._on_connect(conn)

@@ -14,6 +14,7 @@ from flowforge.definition import Retry, Workflow
 from flowforge.errors import ConfigError, PermanentError
 from flowforge.session import Session
 from flowforge.worker import Worker, handlers_of
+from tests.python.proxy import Proxy
 from tests.python.workbench import Bench, Gate, LossyProxy, RunningWorker, Witness
 from tests.services.process import wait_until
 
@@ -278,6 +279,20 @@ def test_idle_workers_are_woken_by_notify(bench: Bench) -> None:
     with bench.worker(witness.workflow, poll_interval=3600):
         for _ in range(3):
             assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+
+
+def test_behind_a_pooler_that_forwards_no_notifications_the_worker_polls(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What a connection sends to itself comes back even through such a pooler; that must not count.
+    witness = Witness()
+    bench.define(witness.workflow)
+    with Proxy(bench.db.server.port, pooled=True) as pooler:
+        dsn = f"{bench.db.server.dsn(bench.db.name, tcp=True)} port={pooler.port} sslmode=disable"
+        with bench.worker(witness.workflow, database_url=dsn, prepared_statements=False):
+            assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+    told = [record for record in caplog.records if "hears nothing" in record.getMessage()]
+    assert len(told) == 1
 
 
 def test_without_notify_the_worker_polls(bench: Bench) -> None:
