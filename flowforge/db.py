@@ -25,10 +25,25 @@ from psycopg import conninfo
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps
 
-from flowforge.errors import ConfigError, NotStorable
+from flowforge.errors import ConfigError, NotStorable, is_transient, refusal
 
 # Whatever it has to say arrives as an exception.
 logging.getLogger("psycopg").setLevel(logging.CRITICAL)
+
+__all__ = [
+    "Backoff",
+    "Connection",
+    "begin",
+    "call",
+    "connect",
+    "connection_lost",
+    "connection_useless",
+    "guard",
+    "is_transient",
+    "json_text",
+    "refusal",
+    "sever",
+]
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -158,54 +173,7 @@ def json_text(value: Any) -> str:
     return text
 
 
-# -- what kind of failure it was
-
-_TRANSIENT = frozenset(
-    {"40001", "40P01", "55P03", "57P01", "57P02", "57P03", "57P05", "57014", "25006", "25P03", "25P04"}
-)
-_TRANSIENT_CLASSES = ("08", "53")
-
-# A failed connection has no SQLSTATE in libpq's interface, so its text must tell. What matches none of these
-# is taken for transient: a server whose messages are in another language is asked again instead of given up.
-_REFUSED = (
-    (
-        re.compile(
-            r"password authentication failed|no password supplied|authentication failed for user",
-            re.IGNORECASE,
-        ),
-        "wrong login or password",
-    ),
-    (re.compile(r'role "[^"]*" does not exist', re.IGNORECASE), "the login does not exist"),
-    (
-        re.compile(r"no pg_hba\.conf entry|pg_hba\.conf rejects", re.IGNORECASE),
-        "the server does not admit this login from this host",
-    ),
-    (re.compile(r'database "[^"]*" does not exist', re.IGNORECASE), "the database does not exist"),
-    (
-        re.compile(r"permission denied for database|is not permitted to log in", re.IGNORECASE),
-        "the login may not connect to this database",
-    ),
-)
-
-
-def is_transient(exc: BaseException) -> bool:
-    """Whether the same request may succeed later, on a fresh connection: the connection was lost or refused,
-    the server is starting, stopping, read-only or out of slots, or the statement lost a race (serialization,
-    deadlock, lock time-out, statement time-out)."""
-    if not isinstance(exc, psycopg.Error):
-        return isinstance(exc, (ConnectionError, TimeoutError))
-    if exc.sqlstate is not None:
-        return exc.sqlstate in _TRANSIENT or exc.sqlstate[:2] in _TRANSIENT_CLASSES
-    return isinstance(exc, (psycopg.OperationalError, psycopg.InterfaceError)) and refusal(exc) is None
-
-
-def refusal(exc: psycopg.Error) -> str | None:
-    """Why a connection can never succeed as configured (wrong password, no such database, ...), or None."""
-    if exc.sqlstate is not None:
-        known = {"28P01": 0, "28000": 2, "3D000": 3}.get(exc.sqlstate)
-        return None if known is None else _REFUSED[known][1]
-    text = str(exc)
-    return next((reason for pattern, reason in _REFUSED if pattern.search(text)), None)
+# -- what is left of a connection after a failure
 
 
 def connection_lost(conn: Connection) -> bool:

@@ -23,6 +23,7 @@ No message holds a password or a payload.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -167,6 +168,56 @@ _BY_SQLSTATE: dict[str | None, type[DatabaseError]] = {
     )
 }
 
+_TRANSIENT = frozenset(
+    {"40001", "40P01", "55P03", "57P01", "57P02", "57P03", "57P05", "57014", "25006", "25P03", "25P04"}
+)
+_TRANSIENT_CLASSES = ("08", "53")
+
+# A failed connection has no SQLSTATE in libpq's interface, so its text must tell. What matches none of these
+# is taken for transient: a server whose messages are in another language is asked again instead of given up.
+_REFUSED = (
+    (
+        re.compile(
+            r"password authentication failed|no password supplied|authentication failed for user",
+            re.IGNORECASE,
+        ),
+        "wrong login or password",
+    ),
+    (re.compile(r'role "[^"]*" does not exist', re.IGNORECASE), "the login does not exist"),
+    (
+        re.compile(r"no pg_hba\.conf entry|pg_hba\.conf rejects", re.IGNORECASE),
+        "the server does not admit this login from this host",
+    ),
+    (re.compile(r'database "[^"]*" does not exist', re.IGNORECASE), "the database does not exist"),
+    (
+        re.compile(r"permission denied for database|is not permitted to log in", re.IGNORECASE),
+        "the login may not connect to this database",
+    ),
+)
+
+
+def is_transient(exc: BaseException) -> bool:
+    """Whether the same request may succeed later, on a fresh connection: the connection was lost or refused,
+    the server is starting, stopping, read-only or out of slots, or the statement lost a race (serialization,
+    deadlock, lock time-out, statement time-out)."""
+    import psycopg  # not before it is needed: whoever only defines workflows does without it
+
+    if not isinstance(exc, psycopg.Error):
+        return isinstance(exc, (ConnectionError, TimeoutError))
+    if exc.sqlstate is not None:
+        return exc.sqlstate in _TRANSIENT or exc.sqlstate[:2] in _TRANSIENT_CLASSES
+    return isinstance(exc, (psycopg.OperationalError, psycopg.InterfaceError)) and refusal(exc) is None
+
+
+def refusal(exc: psycopg.Error) -> str | None:
+    """Why a connection can never succeed as configured (wrong password, no such database, ...), or None."""
+    if exc.sqlstate is not None:
+        known = {"28P01": 0, "28000": 2, "3D000": 3}.get(exc.sqlstate)
+        return None if known is None else _REFUSED[known][1]
+    text = str(exc)
+    return next((reason for pattern, reason in _REFUSED if pattern.search(text)), None)
+
+
 # U+0000 in jsonb; text that is not JSON (lone surrogate, NaN); bytes that are not UTF-8; nesting beyond the
 # server's stack.
 _NOT_STORABLE = frozenset({"22P05", "22P02", "22021", "54001"})
@@ -174,8 +225,6 @@ _NOT_STORABLE = frozenset({"22P05", "22P02", "22021", "54001"})
 
 def from_database(exc: psycopg.Error) -> FlowForgeError:
     """The exception of this tree that says what `exc` says. Raise it `from exc`."""
-    from flowforge.db import is_transient  # db imports this module
-
     sqlstate = exc.sqlstate
     text = (exc.diag.message_primary or str(exc).strip().partition("\n")[0]) or type(exc).__name__
     if exc.diag.message_hint and sqlstate is not None and sqlstate.startswith("WF"):
