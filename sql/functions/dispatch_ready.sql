@@ -138,8 +138,8 @@ begin
         select q.queue_id from flowforge.queue q
         where q.paused_at is null
             and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible' limit 1)
-        -- In random order: no queue with a large backlog takes every turn.
-        order by random()
+        -- The one served longest ago first: no queue with a large backlog takes every turn.
+        order by q.sampled_at nulls first, q.queue_id
     loop
         exit when v_dispatched >= dispatch_ready.max_rows;
         v_dispatched := v_dispatched + flowforge._fill_window(v_queue_id, dispatch_ready.max_rows - v_dispatched);

@@ -16,7 +16,7 @@ from tests.sql.model_run import Run, TaskRun
 
 ANY_DELAY = timedelta(minutes=5)
 UNKNOWN_HANDLER_LIMIT = timedelta(minutes=15)
-REAPER_GAP = timedelta(seconds=10)
+REAPER_GAP, LONGEST_PERIOD = timedelta(seconds=10), timedelta(seconds=20)
 DEFAULT_WINDOW = 100
 
 
@@ -42,6 +42,8 @@ class Model:
         self.paused: set[str] = set()
         self.windows: dict[str, int | None] = {}  # None: the default
         self.reaper_tick: datetime | None = None
+        self.reaper_period = timedelta()
+        self.gap_end: datetime | None = None
         self.max_width = max_width
         self.dispatch_ids: set[UUID] = set()
 
@@ -201,7 +203,6 @@ class Model:
                 self._give_back(run, row, timedelta(seconds=1), timedelta(seconds=60))
                 row.unknown_since = since
         else:
-            row.unknown_since = None  # whoever says so knew the handler
             self._give_back(run, row, timedelta(), timedelta(), counted=reason == "crashed")
         return "released" if row.state == "ready" else row.state
 
@@ -224,20 +225,25 @@ class Model:
             self.arm(row)
 
     def reap(self) -> int:
-        running = self.in_state("running")
-        if self.reaper_tick is not None and self.now - self.reaper_tick > REAPER_GAP:
-            for _, row in running:
-                assert row.lease is not None
-                row.hold(self.now, row.lease, shorten=False)
-        self.reaper_tick = self.now
-        expired = [(run, row) for run, row in running if row.lease_end and row.lease_end <= self.now]
+        """After a gap in its ticks nobody is judged before having had a whole lease anew."""
+        since = self.now - self.reaper_tick if self.reaper_tick else timedelta()
+        if since > max(REAPER_GAP, 3 * self.reaper_period):
+            self.gap_end = self.now
+        self.reaper_tick, self.reaper_period = self.now, min(since, LONGEST_PERIOD)
+        expired = [(run, row) for run, row in self.in_state("running") if self._is_lost(row)]
         for run, row in expired:
             if not run.cancelling and row.deadline and row.deadline <= self.now:
                 self._end_attempt(run, row, retryable=True)
             else:
-                row.unknown_since = None
                 self._give_back(run, row, timedelta(), timedelta(), counted=True)
         return len(expired)
+
+    def _is_lost(self, row: TaskRun) -> bool:
+        assert row.lease is not None
+        assert row.lease_end is not None
+        spared = self.gap_end is not None and self.gap_end + row.lease > self.now
+        over = row.deadline is not None and row.deadline <= self.now
+        return row.lease_end <= self.now and (over or not spared)
 
     def fail_undeliverable(self) -> int:
         late = [row for _, row in self.in_state("ready") if row.start_by and row.start_by <= self.now]
