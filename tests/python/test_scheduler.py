@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowforge import db as database
 from flowforge.config import Config
 from flowforge.scheduler import Scheduler
 from tests.python.daemons import TIMEOUT, Flow, Running, process
@@ -66,27 +67,22 @@ def test_a_run_goes_from_task_to_task_by_notifications_alone(
     diamond.healthy()
 
 
-def test_what_finishes_unnoticed_before_the_declaration_is_found_by_the_look_after_it(
+def test_after_the_declaration_of_sleep_it_looks_once_more_before_it_sleeps(
     config: Config, flow: Callable[..., Flow]
 ) -> None:
-    one = flow()
+    one, scheduler = flow(), lazy(config)
     one.conn.execute("select flowforge.set_limit('notify', 0)")
-    # A run that is committed with the declaration itself: after the last look, and without waking anybody.
-    one.conn.execute(
-        f"""
-        create sequence declarations;
-        grant usage on sequence declarations to public;
-        create or replace function flowforge.declare_scheduler(asleep boolean) returns void
-        language plpgsql security definer as $$
-        begin
-            if asleep and nextval('declarations') = 1 then
-                perform flowforge.trigger('{one.name}');
-            end if;
-        end $$;
-        """.encode()
-    )
-    with Running(lazy(config), config):
-        wait_until(lambda: one.claim() != [], "the run to be dispatched")
+    with database.connect(config.database_url, application_name="test") as conn:
+        scheduler.on_connect()
+        assert scheduler.tick(conn) == 0
+        # What is committed from here to the declaration wakes nobody, so the first wait is but a moment.
+        assert scheduler.pause(conn) < 1
+        assert asleep(one)
+        run = one.trigger()
+        assert scheduler.tick(conn) > 0
+        assert one.states(run) == ["ready"]
+        assert scheduler.tick(conn) == 0
+        assert scheduler.pause(conn) > 1000
 
 
 def test_a_scheduler_with_much_to_do_is_not_notified(config: Config, flow: Callable[..., Flow]) -> None:
