@@ -53,7 +53,7 @@ class Exploration:
 
 
 def explore(
-    laboratory: Laboratory, scenario: Scenario, *, enough: int = 100, sample: int = 10
+    laboratory: Laboratory, scenario: Scenario, *, enough: int = 80, sample: int = 10
 ) -> Exploration:
     """Run a scenario under every schedule with up to two preemptions (one, if it has three sessions), under
     further ones until there are `enough`, and under a random `sample` of the rest.

@@ -7,7 +7,7 @@ snapshot, so a pause, a statement of its own before it, moves that snapshot and 
 
 Not paused inside: functions in SQL and plpgsql functions that are not volatile, whose statements read with
 the snapshot of the statement that calls them (that one is paused before instead); checks of arguments,
-wake-up calls, hints, and what reads the settings of a queue, which decide nothing.
+wake-up calls, and what keeps or reads settings of a queue and its pace, which decide nothing.
 """
 
 import re
@@ -26,7 +26,7 @@ _TABLE = re.compile(
 )
 _WRITE = re.compile(r"\b(?:insert into|update|delete from) flowforge\.|pg_advisory")
 _CALL = re.compile(r"\bflowforge\.(\w+)\(")
-_UNPAUSED = re.compile(r"_wake_|_check_|_require_|_window|_redispatch_delay|_find_scan_start")
+_UNPAUSED = re.compile(r"_wake_|_check_|_require_|_window|_redispatch_delay|_sample_pace")
 
 _FUNCTION = re.compile(
     r"^create or replace function flowforge\.(?P<name>\w+)\((?:(?!^create ).)*?"

@@ -6,7 +6,7 @@ from psycopg.types.json import Jsonb
 
 from tests.sql.explore import Body
 from tests.sql.programs import claim_next, finish, finish_and_settle, publish, refusable
-from tests.sql.stepping import COMMIT, Laboratory, Program, Run, call, table
+from tests.sql.stepping import COMMIT, Laboratory, Program, Run, call
 
 _NUMBERS = itertools.count()
 
@@ -59,6 +59,7 @@ def dispatch_pause(lab: Laboratory) -> Body:
     dispatched, paused = yield [call("dispatch_ready"), call("pause_queue", "default")]
     assert paused is True
     assert dispatched in (0, 2)
+    assert not (dispatched and lab.before("2: commit", "1: _fill_window 1"))
     assert lab.value("select flowforge.dispatch_ready()") == 0
     assert [row.state for row in run.rows()] == ["ready" if dispatched else "pending"] * 2
     lab.value("select flowforge.resume_queue('default')")
@@ -259,7 +260,8 @@ def trigger_many_across(lab: Laboratory) -> Body:
 
 
 def define_define(lab: Laboratory) -> Body:
-    """Two deployments register the same content at once: one version, created once."""
-    content = Jsonb({"name": f"twice {next(_NUMBERS)}", "tasks": [{"name": "a"}]})
-    answers = yield [table("define_workflow", content), table("define_workflow", content)]
-    assert sorted((each.version, each.created) for (each,) in answers) == [(1, False), (1, True)]
+    """Two deployments register the same new content at once: one version, created once."""
+    name = lab.define(f"twice {next(_NUMBERS)}", {"name": "a"})
+    content = Jsonb({"name": name, "tasks": [{"name": "b"}]})
+    answers = yield [call("define_workflow", content), call("define_workflow", content)]
+    assert sorted((each.version, each.created) for each in answers) == [(2, False), (2, True)]

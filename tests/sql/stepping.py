@@ -360,6 +360,13 @@ class Laboratory:
         others = [each.pid for each in self.sessions.values() if each is not session]
         return bool(self.value("select pg_blocking_pids(%s) && %s::int[]", session.pid, others))
 
+    def before(self, first: str, second: str) -> bool:
+        """Whether the present schedule made the one step before the other, or the other never."""
+        for step in self.trace:
+            if step in (first, second):
+                return step == first
+        return False
+
     def interleave(self, programs: Sequence[Program], choose: Callable[[list[int]], int]) -> list[Any]:
         """Step the programs to their ends; answer their results."""
         self.trace, self.blocked, self.met = [], set(), False
@@ -400,7 +407,9 @@ class Laboratory:
     def reset(self) -> None:
         """Forget every run since the last reset."""
         self.value("select flowforge_test.forget(%s)", self._last_run_id)
-        self._last_run_id = self.value("select last_value from flowforge.run_run_id_seq")
+        self._last_run_id = self.value(
+            "select coalesce(pg_sequence_last_value('flowforge.run_run_id_seq'), 0)"
+        )
         self.claims, self.accepted, self.messages = [], [], []
         self._resets += 1
         if self._resets % 300 == 0:

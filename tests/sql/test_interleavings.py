@@ -4,6 +4,7 @@ How much is run of each scenario is logged: add `-o log_cli=true --log-cli-level
 """
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from pytest_postgresql.executors import NoopExecutor
 from tests.services.postgres import PostgresServer
 from tests.sql import races_delivery, races_dispatch, races_run, races_worker
 from tests.sql.explore import explore, scenarios
+from tests.sql.instrument import FUNCTIONS, functions, instrument
 from tests.sql.programs import define_workflows
 from tests.sql.stepping import Laboratory
 
@@ -23,6 +25,17 @@ def laboratory(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[La
     with Laboratory(pg_server, template.template_dbname) as laboratory:
         define_workflows(laboratory)
         yield laboratory
+
+
+def test_no_function_escapes() -> None:
+    """Every function is found in its file, and whatever changes a task run pauses before it does."""
+    text = "".join(path.read_text() for path in FUNCTIONS.glob("*.sql"))
+    found = {function.name: function for function in functions(text)}
+    made = re.findall(r"^create or replace function flowforge\.(\w+)", text, re.MULTILINE)
+    assert sorted(found) == sorted(made)
+    for function in found.values():
+        changes = function.body.count("update flowforge.task_run ")
+        assert instrument(function).count(f"flowforge_test.pause('{function.name} ") >= changes
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

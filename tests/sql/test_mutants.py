@@ -1,0 +1,67 @@
+"""Each mistake that the functions must not have, put into them, is caught; see docs/seeded-mistakes.md."""
+
+import re
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from pytest_postgresql.executors import NoopExecutor
+
+from tests.services.postgres import PostgresServer
+from tests.sql import races_delivery, races_dispatch, races_run, races_worker, sequences
+from tests.sql.explore import explore, scenarios
+from tests.sql.instrument import FUNCTIONS, functions
+from tests.sql.mutants import MUTANTS, Mutant
+from tests.sql.programs import define_workflows
+from tests.sql.stepping import Laboratory, SqlError
+
+SEQUENCES = scenarios(sequences)
+SCENARIOS = scenarios(races_worker, races_run, races_dispatch, races_delivery) | SEQUENCES
+
+
+@pytest.fixture(scope="module")
+def laboratory(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[Laboratory]:
+    """Without the triggers that reject forbidden transitions: what catches a mistake is its outcome."""
+    with Laboratory(pg_server, template.template_dbname) as laboratory:
+        for table in ("run", "task_run"):
+            for trigger in ("check_inserted", "check_updated"):
+                laboratory.control.execute(f"drop trigger {trigger} on flowforge.{table}".encode())
+        # A mistake may leave a loop without an end.
+        laboratory.control.execute("set statement_timeout = '20 s'")
+        define_workflows(laboratory)
+        yield laboratory
+
+
+def test_the_document_lists_every_mistake() -> None:
+    """Each line of a mutant is there, and the tests of daemons that it names exist."""
+    root = FUNCTIONS.parents[1]
+    document = (root / "docs" / "seeded-mistakes.md").read_text()
+    assert [line for line in document.splitlines() if ".sql`: " in line] == [each.row for each in MUTANTS]
+    named = re.findall(r"`(tests/python/\w+\.py)::(\w+)`", document)
+    assert len(named) == 7
+    for path, name in named:
+        assert f"def {name}(" in (root / path).read_text()
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences(laboratory: Laboratory, name: str) -> None:
+    """The scenarios that need no race, without a mistake."""
+    assert explore(laboratory, SEQUENCES[name]).complete
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants(laboratory: Laboratory, mutant: Mutant) -> None:
+    """Where the mistake needs a race, the orders without one, which are run first, are right all the same."""
+    text = (FUNCTIONS / mutant.file).read_text()
+    right = {function.name: function.text for function in functions(text)}
+    wrong = {function.name: function.text for function in functions(mutant.apply(text))}
+    changed = [name for name in right if right[name] != wrong[name]]
+    laboratory.install("\n".join(wrong[name] for name in changed))
+    try:
+        with pytest.raises((AssertionError, SqlError, psycopg.Error)) as caught:
+            explore(laboratory, SCENARIOS[mutant.scenario])
+    finally:
+        laboratory.install("\n".join(right[name] for name in changed))
+    # It runs, and only then goes wrong.
+    assert not (getattr(caught.value, "sqlstate", None) or "").startswith("42"), caught.value
+    assert laboratory.met or not mutant.race, caught.value
