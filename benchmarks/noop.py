@@ -18,4 +18,4 @@ def _link(ctx: Context) -> None:
 
 
 for _n in range(100):
-    chain.task(_link, name=f"t{_n}", after=[f"t{_n - 1}"] if _n else [])
+    chain.task(name=f"t{_n}", after=[f"t{_n - 1}"] if _n else [])(_link)

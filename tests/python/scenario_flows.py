@@ -65,7 +65,7 @@ def unstorable(kind: Any) -> Any:
 def _define(name: str, **tasks: list[str]) -> Workflow:
     workflow = Workflow(name)
     for task, after in tasks.items():
-        workflow.task(act, name=task, after=after)
+        workflow.task(name=task, after=after)(act)
     return workflow
 
 
@@ -77,9 +77,9 @@ forty = _define("forty", **{f"t{n}": [] for n in range(40)})
 clearable = _define("clearable", a=[], b=["a"], c=["a"], d=["b", "c"], e=["d"])
 
 mixed = Workflow("mixed")
-mixed.task(act, name="a")
-mixed.task(act, name="flaky", after=["a"], retry=Retry(max_attempts=3, delay=0.05))
-mixed.task(act, name="broken", after=["a"])
-mixed.task(act, name="rescue", after=["broken"], when="any_failed")
-mixed.task(act, name="skipped", after=["broken"])
-mixed.task(act, name="end", after=["flaky", "rescue", "skipped"], when="all_done")
+mixed.task(name="a")(act)
+mixed.task(name="flaky", after=["a"], retry=Retry(max_attempts=3, delay=0.05))(act)
+mixed.task(name="broken", after=["a"])(act)
+mixed.task(name="rescue", after=["broken"], when="any_failed")(act)
+mixed.task(name="skipped", after=["broken"])(act)
+mixed.task(name="end", after=["flaky", "rescue", "skipped"], when="all_done")(act)

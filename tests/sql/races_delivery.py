@@ -70,7 +70,7 @@ def refuse_redispatch(lab: Laboratory) -> Body:
     tries = lab.rows("select tries from flowforge.outbox order by outbox_id")
     assert [each.tries for each in tries] in ([[1], [1, 0]] if fetched else [[0]])
     assert _orders(lab) == (0, len(tries))
-    waits = yield
+    waits = yield None
     assert waits in (0, 1)
 
 
@@ -87,7 +87,7 @@ def park_redispatch(lab: Laboratory) -> Body:
     assert armed == 1
     another = lab.value("select count(*) from flowforge.outbox where parked_at is null")
     assert another == 1 or lab.before("2: commit", "1: fetch_outbox 1")
-    yield
+    yield None
     assert run.state == ("succeeded" if another else "failed")
 
 
@@ -204,7 +204,7 @@ def undeliverable_redispatch(lab: Laboratory) -> Body:
     failed, armed = yield [call("fail_undeliverable"), call("redispatch", "default")]
     assert (failed, armed) in [(1, 0), (0, 1)]
     assert run["a"].state == ("failed" if failed else "ready")
-    yield
+    yield None
     assert run.state == ("failed" if failed else "succeeded")
 
 
@@ -215,7 +215,7 @@ def undeliverable_claim(lab: Laboratory) -> Body:
     failed, answer = yield [call("fail_undeliverable"), claim(run["a"])]
     assert (failed, answer.outcome) in [(1, "finished"), (0, "claimed"), (1, "running")]
     assert run["a"].state == ("failed" if failed else "running")
-    yield
+    yield None
     assert run.state == ("failed" if failed else "succeeded")
 
 
@@ -225,7 +225,7 @@ def undeliverable_cancel(lab: Laboratory) -> Body:
     lab.expire()
     failed, cancelled = yield [call("fail_undeliverable"), call("cancel_run", run.id)]
     assert cancelled is True or failed == 1
-    yield
+    yield None
     assert run.state == ("failed" if failed else "cancelled")
 
 
@@ -302,7 +302,7 @@ def claim_next_cancel(lab: Laboratory) -> Body:
     claimed, cancelled = yield [claim_next(2), call("cancel_run", run.id)]
     assert cancelled is True
     assert len(claimed) in (0, 2)
-    yield
+    yield None
     assert set(run.states().values()) == {"succeeded" if claimed else "cancelled"}
     assert run.state == ("succeeded" if claimed else "cancelled")
 
@@ -399,7 +399,7 @@ def batch_claim_fail_cancel(lab: Laboratory) -> Body:
     answers = {"claimed", "running", "finished", "cancelled"}
     assert {first.outcome, *outcomes} <= answers
     assert failed == 1 or outcomes[2] == "claimed"
-    yield
+    yield None
     assert run["c"].state == ("failed" if failed else "succeeded")
 
 
@@ -426,7 +426,7 @@ def batch_claim_fail_leftovers(lab: Laboratory) -> Body:
         fail_and_cancel(),
     ]
     assert sorted([first[0], second[0]]) == ["claimed", "running"]
-    yield
+    yield None
     assert run.states() == {"a": "failed" if failed else "cancelled", "b": "cancelled", "c": "cancelled"}
 
 
@@ -441,7 +441,7 @@ def batch_claim_retry_cancel(lab: Laboratory) -> Body:
     assert cancelled is True
     assert reset in (2, "WF007")
     assert "claimed" not in outcomes
-    yield
+    yield None
     assert run["b"].state == "succeeded"
 
 

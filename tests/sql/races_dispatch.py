@@ -40,7 +40,7 @@ def dispatch_cancel(lab: Laboratory) -> Body:
     _, cancelled = yield [call("dispatch_ready"), call("cancel_run", run.id)]
     assert cancelled is True
     assert not lab.rows("select * from flowforge.fetch_outbox(10)")
-    yield
+    yield None
     assert run.states() == {"a": "cancelled", "b": "cancelled"}
     assert run.state == "cancelled"
 
@@ -74,7 +74,7 @@ def dispatch_retry(lab: Laboratory) -> Body:
     # What is dispatched after the retry is the upper one.
     assert (dispatched, reset) in [(1, "WF007"), (0, 1), (1, 1)]
     assert run.states()["b" if reset == "WF007" else "a"] == ("ready" if dispatched else "pending")
-    yield
+    yield None
     assert run.state == "succeeded"
 
 
@@ -119,7 +119,7 @@ def expand_settle(lab: Laboratory) -> Body:
     expanded, settled = yield [call("expand_map"), call("settle_finished")]
     # Either passes over a run that the other has locked.
     assert expanded + settled > 0
-    yield
+    yield None
     assert run.state == "succeeded"
 
 
@@ -128,7 +128,7 @@ def expand_retry(lab: Laboratory) -> Body:
     run = _mapped(lab, [1, 2, 3])
     expanded, reset = yield [call("expand_map"), refusable(call("retry_run", run.id, "a"), "WF007")]
     assert (expanded, reset) in [(1, "WF007"), (0, 1)]
-    yield
+    yield None
     assert len(run.rows("m")) == 1 + (3 if expanded else 2)
     assert run.state == "succeeded"
 
@@ -150,7 +150,7 @@ def expand_elements(lab: Laboratory) -> Body:
             yield from finish_and_settle(element)
 
     yield [expand(), run_one()]
-    yield
+    yield None
     assert len(run.rows("m")) == 3
     assert (run["m"].state, run.state) == ("succeeded", "succeeded")
 
@@ -180,7 +180,7 @@ def elements_cancel(lab: Laboratory) -> Body:
     element = lab.claim(run.rows("m")[1])
     answer, cancelled = yield [finish_and_settle(element), call("cancel_run", run.id)]
     assert (answer, cancelled) == ("accepted", True)
-    yield
+    yield None
     assert [row.state for row in run.rows("m")] == ["cancelled", "succeeded", "cancelled"]
     assert (run["z"].state, run.state) == ("cancelled", "cancelled")
 
@@ -196,7 +196,7 @@ def elements_retry(lab: Laboratory) -> Body:
     assert answer == "accepted"
     # The map's own row, its element, and what was skipped below; nothing while it has not failed.
     assert reset in (0, 3, "WF007")
-    yield
+    yield None
     assert [row.attempt for row in run.rows("m")] == [1, 2 if reset == 3 else 1, 1]
     assert run.state == ("succeeded" if reset == 3 else "failed")
 

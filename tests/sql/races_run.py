@@ -79,7 +79,7 @@ def settle_settle_runs(lab: Laboratory) -> Body:
     counts = yield [call("settle_finished"), call("settle_finished")]
     # Of each run b, c and good; bad waits to be dispatched.
     assert sum(counts) == 6
-    yield
+    yield None
     for run in runs:
         states = {"b": "succeeded", "c": "failed", "bad": "succeeded", "good": "skipped", "end": "succeeded"}
         assert run.states() == states
@@ -102,7 +102,7 @@ def settle_retry(lab: Laboratory) -> Body:
     assert reset == 2
     assert run["b"].attempt == 2
     assert {run["bad"].unmet, run["good"].unmet, run["end"].unmet} == {1, 2}
-    yield
+    yield None
     states = {"b": "succeeded", "c": "succeeded", "bad": "skipped", "good": "succeeded", "end": "succeeded"}
     assert run.states() == states
 
@@ -116,7 +116,7 @@ def finish_settle_retry(lab: Laboratory) -> Body:
     assert answer == "accepted"
     # d was skipped, and is reset with b, if c had been settled.
     assert reset in (1, 2)
-    yield
+    yield None
     assert run.states() == {"b": "succeeded", "c": "succeeded", "d": "succeeded"}
 
 
@@ -138,7 +138,7 @@ def cancel_retry(lab: Laboratory) -> Body:
     run = _failed(lab)
     cancelled, reset = yield [call("cancel_run", run.id), call("retry_run", run.id)]
     assert reset == 2
-    yield
+    yield None
     assert run.state == ("cancelled" if cancelled else "succeeded")
 
 
@@ -150,7 +150,7 @@ def cancel_retry_running(lab: Laboratory) -> Body:
     cancelled, reset = yield [call("cancel_run", run.id), refusable(call("retry_run", run.id), "WF007")]
     assert cancelled is True
     assert reset in (1, "WF007")
-    yield
+    yield None
     assert run["b"].state == ("cancelled" if reset == 1 else "failed")
     assert run.state == "cancelled"
 
@@ -179,7 +179,7 @@ def retry_finish(lab: Laboratory) -> Body:
     assert answer == "accepted"
     assert reset in (1, "WF007")
     assert (run["a"].state, run["a"].attempt) == (("pending", 2) if reset == 1 else ("succeeded", 1))
-    yield
+    yield None
     assert run.state == "succeeded"
 
 
@@ -192,7 +192,7 @@ def retry_reap(lab: Laboratory) -> Body:
     assert reaped == 1
     # Where it had been settled, b was in line because of it.
     assert (run["a"].state, run["a"].attempt) == (("failed", 1) if reset == "WF007" else ("pending", 2))
-    yield
+    yield None
     assert run.states() == {"a": "failed" if reset == "WF007" else "succeeded", "b": "succeeded"}
 
 
@@ -227,7 +227,7 @@ def leftovers_leftovers(lab: Laboratory) -> Body:
     run = _left_over(lab)
     counts = yield [call("cancel_leftovers"), call("cancel_leftovers")]
     assert sum(counts) == 1
-    yield
+    yield None
     assert run.states() == {"a": "cancelled", "b": "succeeded"}
 
 
@@ -236,7 +236,7 @@ def leftovers_claim_next(lab: Laboratory) -> Body:
     run = _left_over(lab)
     cancelled, claimed = yield [call("cancel_leftovers"), claim_next()]
     assert claimed == []
-    yield
+    yield None
     assert run.states() == {"a": "cancelled", "b": "succeeded"}
     assert cancelled in (0, 1)
 
@@ -248,5 +248,5 @@ def leftovers_release(lab: Laboratory) -> Body:
     lab.value("select flowforge.cancel_run(%s)", run.id)
     answers = yield [release(a, "shutdown"), release(b, "crashed"), call("cancel_leftovers")]
     assert answers == ["cancelled", "cancelled", 0]
-    yield
+    yield None
     assert run.state == "cancelled"

@@ -81,7 +81,7 @@ def claim_cancel(lab: Laboratory) -> Body:
         renewal = "select outcome from flowforge.renew_leases(array[%s::bigint], array[1::bigint], '30 s')"
         assert lab.value(renewal, claimed.task_run_id) == "cancel"
     assert not lab.rows("select * from flowforge.fetch_outbox(10)")
-    yield
+    yield None
     # What still comes is accepted, and then the cancel took nothing.
     assert run.state == ("succeeded" if claimed.outcome == "claimed" else "cancelled")
 
@@ -179,7 +179,7 @@ def finish_time_limit(lab: Laboratory) -> Body:
     lab.expire()
     answer, reaped = yield [finish(owner), call("reap_expired_leases")]
     assert (answer, reaped) in [("accepted", 0), ("fenced", 1)]
-    yield
+    yield None
     assert run.state == ("succeeded" if answer == "accepted" else "failed")
 
 
@@ -189,7 +189,7 @@ def finish_last_reap(lab: Laboratory) -> Body:
     lab.expire()
     answer, reaped = yield [finish(owner), call("reap_expired_leases")]
     assert (answer, reaped) in [("accepted", 0), ("fenced", 1)]
-    yield
+    yield None
     assert run.states() == {"a": "succeeded" if answer == "accepted" else "failed", "b": "succeeded"}
 
 
@@ -198,7 +198,7 @@ def finish_cancel(lab: Laboratory) -> Body:
     run, owner = _claimed(lab, "chain")
     answer, cancelled = yield [finish(owner), call("cancel_run", run.id)]
     assert (answer, cancelled) == ("accepted", True)
-    yield
+    yield None
     assert run.states() == {"a": "succeeded", "b": "cancelled"}
     assert run.state == "cancelled"
 
@@ -208,7 +208,7 @@ def finish_failed_cancel(lab: Laboratory) -> Body:
     run, owner = _claimed(lab, "again")
     answer, cancelled = yield [finish(owner, "failed"), call("cancel_run", run.id)]
     assert (answer, cancelled) == ("accepted", True)
-    yield
+    yield None
     assert run.states() == {"a": "cancelled", "b": "cancelled"}
     assert (run["a"].fencing_token, run.state) == (1, "cancelled")
 
@@ -264,7 +264,7 @@ def handler_transaction_cancel(lab: Laboratory) -> Body:
     run, owner = _claimed(lab, "chain")
     answer, cancelled = yield [assert_and_finish(owner), call("cancel_run", run.id)]
     assert (answer, cancelled) == ("accepted", True)
-    yield
+    yield None
     assert run.states() == {"a": "succeeded", "b": "cancelled"}
 
 
@@ -284,7 +284,7 @@ def release_cancel(lab: Laboratory) -> Body:
     answer, cancelled = yield [release(owner, "shutdown"), call("cancel_run", run.id)]
     assert cancelled is True
     assert answer in ("released", "cancelled")
-    yield
+    yield None
     assert run.states() == {"a": "cancelled", "b": "cancelled"}
     assert run["a"].fencing_token == 1
 
@@ -295,7 +295,7 @@ def reap_cancel(lab: Laboratory) -> Body:
     lab.expire()
     reaped, cancelled = yield [call("reap_expired_leases"), call("cancel_run", run.id)]
     assert (reaped, cancelled) == (1, True)
-    yield
+    yield None
     assert run.states() == {"a": "cancelled", "b": "cancelled"}
     assert run["a"].fencing_token == 1
 

@@ -114,7 +114,7 @@ def fetch_of_a_cancelled_run(lab: Laboratory) -> Body:
     )
     (orders,) = yield [table("fetch_outbox", 10)]
     assert orders == []
-    yield
+    yield None
     assert run.states() == {"a": "cancelled", "b": "succeeded"}
 
 

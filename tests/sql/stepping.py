@@ -142,7 +142,7 @@ class Session:
             if self._poll.poll(patience):
                 self._pq.consume_input()
                 # The notice of a pause sends the result of "begin" ahead of that of the call.
-                while self._in_flight and not self._pq.is_busy():
+                while self._in_flight and not self._pq.is_busy():  # type: ignore[redundant-expr]  # _answered clears it
                     if result := self._pq.get_result():
                         self._answer = result
                     else:
@@ -227,8 +227,8 @@ class Session:
 
 def _returning(value: Any) -> Program:
     """A program that does nothing more."""
+    yield from ()
     return value
-    yield
 
 
 class Run:
