@@ -100,6 +100,7 @@ class PublishChannel(Client):
         self._keys: dict[tuple[str, str], _Sent] = {}
         self._deferred: dict[tuple[str, str], deque[tuple[_Batch, int]]] = {}
         self._one_by_one = False
+        self._slow: set[str] = set()  # queues that held up a batch and have not confirmed since
         self._frame_max = 0  # bytes that a frame may have on the last connection; 0: any number
 
     def undeclared(self, queues: Iterable[str]) -> set[str]:
@@ -189,9 +190,9 @@ class PublishChannel(Client):
         yield ask
 
     def _begin(self, batch: _Batch, timeout: float) -> None:
-        self._pending.extend(
-            (batch, index) for index, outcome in enumerate(batch.outcomes) if outcome is None
-        )
+        order = [index for index, outcome in enumerate(batch.outcomes) if outcome is None]
+        order.sort(key=lambda index: batch.messages[index].queue in self._slow)
+        self._pending.extend((batch, index) for index in order)
         timer = self._loop.call_later(timeout, functools.partial(self._late, batch, timeout))
         batch.at_the_end = functools.partial(self._loop.remove_timeout, timer)
         self._pump()
@@ -247,12 +248,13 @@ class PublishChannel(Client):
         sent = self._sent.pop(tag)
         del self._keys[sent.key]
         sent.batch.settle(sent.index, outcome)
+        self._slow.discard(sent.key[1])
         self._pending.extendleft(self._deferred.pop(sent.key, ()))
 
     def _late(self, batch: _Batch, seconds: float) -> None:
         """The time for `batch` is over. A quorum queue without a leader confirms nothing, and the broker
-        holds up whatever follows on the same channel. So what is open is refused for now, and the next try
-        has a fresh connection."""
+        holds up whatever follows on the same channel. So what is open is refused for now, the next try has a
+        fresh connection, and the queue that the first of them waits for comes last in it."""
         if self.state != "connected":
             self._answer(batch, Outcome("unknown", f"no confirm within {seconds:g} s"))
             return
@@ -262,6 +264,8 @@ class PublishChannel(Client):
             for each, index in self._pending:
                 if each.messages[index].queue not in stuck:
                     each.settle(index, Outcome("unknown", f"not sent within {seconds:g} s"))
+        if self._sent:
+            self._slow.add(next(iter(self._sent.values())).key[1])
         self._answer(batch, Outcome("refused", f"no confirm within {seconds:g} s"))
         self._abort("confirms are missing")
 
