@@ -181,12 +181,12 @@ class DatabaseMachine(RuleBasedStateMachine):
         """The database is what the model says, and healthy."""
         self.count["steps"] += 1
         model = self.model
-        assert not self.rows_of("select * from flowforge.violations()")
-        rows = {row.id: row for row in self.rows_of(ROWS)}
+        violations, found_rows, runs, orders = self.look()
+        assert not violations
+        rows = {row.id: row for row in found_rows}
         assert rows.keys() == {row.id for _, row in model.rows()}
         for run, row in model.rows():
             self.agrees_on(run, row, rows[row.id])
-        runs = self.rows_of(RUNS)
         assert [(r.run_id, r.state, r.cancelling) for r in runs] == [
             (r.id, r.state, r.cancelling) for r in model.runs.values()
         ]
@@ -194,8 +194,18 @@ class DatabaseMachine(RuleBasedStateMachine):
             run = model.runs[found.run_id]
             assert found.unsettled == sum(not row.settled for row in run.rows)
             assert set(found.ready_tasks) == {row.id for row in run.rows if model.is_eligible(run, row)}
-        self.agrees_on_orders()
+        self.agrees_on_orders({order.id: order for order in orders})
         self.agreed = True
+
+    def look(self) -> list[list[Any]]:
+        """All that is compared, in one round trip."""
+        self.agreed = False
+        with self.connection.pipeline():
+            cursors = [
+                self.connection.cursor(row_factory=namedtuple_row).execute(query)
+                for query in ("select * from flowforge.violations()", ROWS, RUNS, ORDERS)
+            ]
+        return [cursor.fetchall() for cursor in cursors]
 
     def agrees_on(self, run: Run, row: TaskRun, found: Any) -> None:
         assert (row.task.name, row.index, row.generation) == (found.task, found.map_index, found.generation)
@@ -220,8 +230,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         assert found.map_count == row.width
         assert found.output == (row.output if row.state == "succeeded" else None)
 
-    def agrees_on_orders(self) -> None:
-        orders = {order.id: order for order in self.rows_of(ORDERS)}
+    def agrees_on_orders(self, orders: dict[int, Any]) -> None:
         new = orders.keys() - self.model.orders.keys()
         assert sorted(orders[i].task_run_id for i in new) == sorted(self.model.expected_orders)
         self.model.expected_orders.clear()
@@ -349,7 +358,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         return any(task.queue == name for all_ in self.workflows.values() for tasks in all_ for task in tasks)
 
     @turn(
-        3,
+        5,
         lambda self: self.model.in_state("failed", "cancelled"),
         pick=picks,
         task=st.none() | picks,

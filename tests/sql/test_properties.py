@@ -19,7 +19,7 @@ from tests.sql.machine import MAX_WIDTH, QUEUES
 from tests.sql.machine_daemons import DaemonMachine
 
 # What every change is tested with: always the same examples, less than a minute of them.
-EXAMPLES, STEPS = 350, 50
+EXAMPLES, STEPS = 300, 50
 
 
 class Machine(DaemonMachine):
