@@ -52,9 +52,7 @@ class Exploration:
     outcomes: set[Any] = field(default_factory=set, repr=False)
 
 
-def explore(
-    laboratory: Laboratory, scenario: Scenario, *, enough: int = 80, sample: int = 10
-) -> Exploration:
+def explore(laboratory: Laboratory, scenario: Scenario, *, enough: int = 80, sample: int = 10) -> Exploration:
     """Run a scenario under every schedule with up to two preemptions (one, if it has three sessions), under
     further ones until there are `enough`, and under a random `sample` of the rest.
 
