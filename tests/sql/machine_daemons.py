@@ -16,14 +16,15 @@ from psycopg.types.json import Jsonb
 from tests.sql.machine import ORDERS, QUEUES, ROWS, DatabaseMachine, picks, turn
 from tests.sql.model_run import TERMINAL, Run, TaskRun
 
-LEASE = timedelta(seconds=30)
+LEASE = timedelta(seconds=4)
+FATES = ["succeeded", "succeeded", "failed", "crashed", "unknown_handler", "silence"]
 
 few_picks = st.lists(picks, min_size=1, max_size=4)
 outputs = st.sampled_from([None, 7, {"k": 1}, [], ["x"], ["x", None], [1, 2, 3, 4], [1, 2, 3, 4, 5]])
 outcomes = st.lists(
     st.sampled_from(["succeeded", "succeeded", "failed", "succeeded", "cancelled"]), min_size=4, max_size=4
 )
-leases = st.sampled_from([timedelta(seconds=4), LEASE])
+leases = st.sampled_from([LEASE, timedelta(seconds=30)])
 
 
 class Witness:
@@ -60,10 +61,13 @@ class DaemonMachine(DatabaseMachine):
         self.held: list[tuple[int, int]] = []  # every token that a worker was ever told
         self.lost: list[Callable[[], None]] = []  # calls whose replies were lost, to be repeated whole
         self.broker = True
+        self.fate = "succeeded"
 
-    @initialize(broker=st.booleans())
-    def choose_delivery(self, broker: bool) -> None:
+    @initialize(broker=st.booleans(), fate=st.sampled_from(FATES))
+    def choose_workers(self, broker: bool, fate: str) -> None:
+        """How work reaches them, and what becomes of it when everything is driven to its end."""
         self.broker = broker
+        self.fate = fate
 
     # --- scheduler ---
 
@@ -159,18 +163,16 @@ class DaemonMachine(DatabaseMachine):
                 assert earlier.published_at
                 assert earlier.published_at + timedelta(seconds=30) <= self.model.now
 
-    @turn(1, pick=picks)
+    @turn(2, lambda self: self.model.in_state("ready"), pick=picks)
     def redispatch(self, pick: int) -> None:
-        queue = QUEUES[pick % 2]
-        if not self.is_queue(queue):
-            self.refused("WF002", "redispatch(%s)", queue)
-            return
+        queues = [row.task.queue for _, row in self.model.in_state("ready")]
+        queue = queues[pick % len(queues)]
         ready = [row for _, row in self.model.in_state("ready") if row.task.queue == queue]
         for row in ready:
             self.model.arm(row)
         assert self.call("redispatch(%s)", queue) == len(ready)
 
-    @turn(1, lambda self: self.model.in_state("ready"))
+    @turn(2, lambda self: self.model.in_state("ready"))
     def fail_undeliverable(self) -> None:
         expected = self.model.fail_undeliverable()
         assert self.call("fail_undeliverable()") == expected
@@ -359,15 +361,19 @@ class DaemonMachine(DatabaseMachine):
     )
     def work(self, fates: list[str], output: Any) -> None:
         """Workers that lose nothing: everything that can be claimed is, and is finished."""
+        tokens = self.claim_all()
+        self.finish_all(tokens, (fates * len(tokens))[: len(tokens)], output, retryable=True)
+        self.agrees()
+
+    def claim_all(self) -> list[tuple[int, int]]:
+        """The tokens of all that workers then hold."""
         if self.broker:
             self.publish(["confirmed"], 500, marked=True)
             self.claim_messages(self.live_messages(), uuid.uuid4(), LEASE, lost=False)
         else:
             self.claim_chosen(QUEUES, 500, uuid.uuid4(), LEASE, lost=False)
         self.agrees()
-        tokens = [token for token in self.held if self.model.holder(*token)]
-        self.finish_all(tokens, (fates * len(tokens))[: len(tokens)], output, retryable=True)
-        self.agrees()
+        return [token for token in self.held if self.model.holder(*token)]
 
     @turn(3, lambda self: self.held, chosen=few_picks, lease=leases)
     def renew(self, chosen: list[int], lease: timedelta) -> None:
@@ -438,6 +444,8 @@ class DaemonMachine(DatabaseMachine):
         reason=st.sampled_from(["unstarted", "shutdown", "crashed", "unknown_handler"]),
     )
     def release(self, pick: int, reason: str) -> None:
-        row_id, token = self.token_of(pick)
-        expected = self.model.release(row_id, token, reason)
-        assert self.call("release_task_run(%s, %s, %s)", row_id, token, reason) == expected
+        self.give_back(self.token_of(pick), reason)
+
+    def give_back(self, token: tuple[int, int], reason: str) -> None:
+        expected = self.model.release(*token, reason)
+        assert self.call("release_task_run(%s, %s, %s)", *token, reason) == expected

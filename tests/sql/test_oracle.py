@@ -77,6 +77,7 @@ ENDED = """
 class Graph:
     name: str
     tasks: list[Task]
+    odds_to_fail: float
 
     def below(self, names: set[str]) -> set[str]:
         found = set(names)
@@ -95,7 +96,7 @@ def random_graph(seed: str) -> Graph:
         rule = chance.choice(RULES) if after else RULES[0]
         task = Task(f"t{number}", tuple(after), mapped, rule, max_attempts=chance.randint(1, 3))
         tasks.append(replace(task, delay=chance.choice([0, 5]), jitter=0))
-    return Graph(seed, tasks)
+    return Graph(seed, tasks, chance.choice([0.1, 0.3, 0.5]))
 
 
 @functools.cache
@@ -103,9 +104,9 @@ def fate(graph: Graph, task: str, index: int | None, attempt: int) -> tuple[str,
     """How an attempt ends, decided by its name alone: succeeded (and the output), failed, or for good."""
     chance = random.Random(f"{graph.name}/{task}/{index}/{attempt}")
     roll = chance.random()
-    if roll < 0.7:
+    if roll >= graph.odds_to_fail:
         return "succeeded", chance.choice(OUTPUTS)
-    return "failed" if roll < 0.95 else "for good", None
+    return "for good" if roll < graph.odds_to_fail / 6 else "failed", None
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class Run:
         for kind, odds in [("cancel", 0.2), ("retry", 0.4)]:
             if chance.random() < odds:
                 self.plan.setdefault(chance.randint(1, 12), []).append(kind)
-        self.at_end = ["retry"] * chance.choice([0, 0, 1, 2])
+        self.at_end = ["retry"] * chance.choice([0, 0, 1, 3])
 
 
 class Lane:
