@@ -163,7 +163,10 @@ class DaemonMachine(DatabaseMachine):
                 assert earlier.published_at
                 assert earlier.published_at + timedelta(seconds=30) <= self.model.now
 
-    @turn(2, lambda self: self.model.in_state("ready"), pick=picks)
+    def is_parked(self, row: TaskRun) -> bool:
+        return any(order.state == "parked" for order in self.model.orders_of(row))
+
+    @turn(3, lambda self: self.model.in_state("ready"), pick=picks)
     def redispatch(self, pick: int) -> None:
         queues = [row.task.queue for _, row in self.model.in_state("ready")]
         queue = queues[pick % len(queues)]
@@ -172,7 +175,7 @@ class DaemonMachine(DatabaseMachine):
             self.model.arm(row)
         assert self.call("redispatch(%s)", queue) == len(ready)
 
-    @turn(2, lambda self: self.model.in_state("ready"))
+    @turn(4, lambda self: any(row.start_by or self.is_parked(row) for _, row in self.model.in_state("ready")))
     def fail_undeliverable(self) -> None:
         expected = self.model.fail_undeliverable()
         assert self.call("fail_undeliverable()") == expected
@@ -223,9 +226,8 @@ class DaemonMachine(DatabaseMachine):
             published = by_fate.get("confirmed", []) + by_fate.get("forgotten", [])
             refused, parked = by_fate.get("refused", []), by_fate.get("parked", [])
             assert self.call("mark_published(%s::bigint[])", published) == len(published)
-            assert self.call("mark_refused(%s::bigint[], %s)", refused, ["nack"] * len(refused)) == len(
-                refused
-            )
+            nacks = ["nack"] * len(refused)
+            assert self.call("mark_refused(%s::bigint[], %s)", refused, nacks) == len(refused)
             for i in parked:
                 assert self.call("mark_unpublishable(%s, %s)", i, "too large")
         if not marked:
