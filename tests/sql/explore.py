@@ -7,7 +7,7 @@ The number of schedules grows exponentially with their length, so they are taken
 (switches away from a session that could have gone on): first none, then one, then two, as in M. Musuvathi and
 S. Qadeer, "Iterative context bounding for systematic testing of multithreaded programs" (PLDI 2007), who
 found that races show at few of them. All are taken while there are not too many; beyond that, all with up to
-two preemptions and a random sample of the rest.
+two preemptions (of three sessions: one) and a random sample of the rest.
 
 After each schedule its outcome is judged, then everything is brought to its end; but equal states, after
 equal answers, are brought there once.

@@ -11,13 +11,13 @@ import pytest
 from pytest_postgresql.executors import NoopExecutor
 
 from tests.services.postgres import PostgresServer
-from tests.sql import races_delivery, races_dispatch, races_run, races_worker
+from tests.sql import races_batches, races_delivery, races_dispatch, races_run, races_worker
 from tests.sql.explore import explore, scenarios
 from tests.sql.instrument import FUNCTIONS, functions, instrument
 from tests.sql.programs import define_workflows
 from tests.sql.stepping import Laboratory
 
-SCENARIOS = scenarios(races_worker, races_run, races_dispatch, races_delivery)
+SCENARIOS = scenarios(races_worker, races_run, races_dispatch, races_delivery, races_batches)
 
 
 @pytest.fixture(scope="module")
