@@ -8,8 +8,9 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- In one pass: locked apart, what has finished and what waits close a cycle with a batch that holds the one, as a
-    -- row that it has waited for and then passed over, and waits for the other.
+    -- In one pass, and nothing is locked after it: locked apart, what has finished and what waits close a cycle with a
+    -- batch that holds the one, as a row that it has waited for and then passed over, and waits for the other. What
+    -- finishes from now on is settled by settle_finished; what comes back in line is cancelled by cancel_leftovers.
     return array(select tr.task_run_id from flowforge.task_run tr
         where tr.run_id = any (p_run_ids) and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled')
         order by tr.task_run_id for no key update);
@@ -18,25 +19,25 @@ $$;
 comment on function flowforge._lock_for_cancel(bigint[]) is
     'Locks, in id order, what a cancel settles and what it cancels in runs locked by the caller. Answers their ids.';
 
-create or replace function flowforge._cancel_waiting(p_run_ids bigint[]) returns bigint
+create or replace function flowforge._cancel_waiting(p_task_run_ids bigint[]) returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_ids bigint[] := flowforge._lock_for_cancel(p_run_ids);
     v_now timestamptz := flowforge._clock();
     v_cancelled bigint;
 begin
     update flowforge.task_run tr
     set state = 'cancelled', stage = 'unsettled', finished_at = v_now, redispatch_at = null, start_deadline = null,
         error = 'the run was cancelled'
-    where tr.task_run_id = any (v_ids) and tr.state in ('pending', 'ready');
+    where tr.task_run_id = any (p_task_run_ids) and tr.state in ('pending', 'ready');
     get diagnostics v_cancelled = row_count;
+    perform flowforge._settle_locked(p_task_run_ids, null);
     return v_cancelled;
 end
 $$;
 comment on function flowforge._cancel_waiting(bigint[]) is
-    'Cancels what is pending or ready in runs locked by the caller and marked as being cancelled. Answers how many.';
+    'Cancels what is pending or ready among task runs locked by _lock_for_cancel, in runs marked as being cancelled, and settles it. Answers how many.';
 
 create or replace function flowforge.cancel_run(run_id bigint, reason text default null) returns boolean
 language plpgsql volatile security definer
@@ -46,6 +47,8 @@ set enable_seqscan = off
 set jit = off
 as $$
 #variable_conflict use_column
+declare
+    v_ids bigint[];
 begin
     perform flowforge._require_read_committed('cancel_run');
     if length(cancel_run.reason) > 1000 then
@@ -56,15 +59,14 @@ begin
     if not found then
         raise exception using errcode = 'WF002', message = format('there is no run %s', coalesce(cancel_run.run_id::text, 'null'));
     end if;
-    perform flowforge._lock_for_cancel(array[cancel_run.run_id]);
-    perform flowforge._settle(array[cancel_run.run_id], null);
+    v_ids := flowforge._lock_for_cancel(array[cancel_run.run_id]);
+    perform flowforge._settle_locked(v_ids, null);
     update flowforge.run r set cancel_requested_at = flowforge._clock(), cancel_reason = cancel_run.reason
     where r.run_id = cancel_run.run_id and r.state = 'running' and r.cancel_requested_at is null;
     if not found then
         return false;
     end if;
-    perform flowforge._cancel_waiting(array[cancel_run.run_id]);
-    perform flowforge._settle(array[cancel_run.run_id], null);
+    perform flowforge._cancel_waiting(v_ids);
     return true;
 end
 $$;
@@ -80,7 +82,6 @@ set jit = off
 as $$
 declare
     v_run_ids bigint[];
-    v_cancelled bigint;
 begin
     perform flowforge._require_read_committed('cancel_leftovers');
     perform flowforge._check_count('max_runs', cancel_leftovers.max_runs);
@@ -91,9 +92,7 @@ begin
     if v_run_ids = '{}' then
         return 0;
     end if;
-    v_cancelled := flowforge._cancel_waiting(v_run_ids);
-    perform flowforge._settle(v_run_ids, null);
-    return v_cancelled;
+    return flowforge._cancel_waiting(flowforge._lock_for_cancel(v_run_ids));
 end
 $$;
 comment on function flowforge.cancel_leftovers(bigint) is

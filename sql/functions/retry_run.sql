@@ -19,13 +19,15 @@ begin atomic
 end;
 comment on function flowforge._below(bigint[]) is 'The given tasks and all that depend on them, directly or not.';
 
-create or replace function flowforge._failed_part(p_run_id bigint) returns bigint[]
+create or replace function flowforge._failed_part(p_run_id bigint, p_locked bigint[]) returns bigint[]
 language sql stable
 set search_path = pg_catalog, pg_temp
 begin atomic
     with recursive part (task_id) as (
         select tr.task_id from flowforge.task_run tr
         where tr.run_id = p_run_id and tr.map_index is null and tr.state in ('failed', 'cancelled')
+            -- Not what has failed since: that comes after this retry.
+            and p_locked[flowforge._position(p_locked, tr.task_run_id)] = tr.task_run_id
         union
         select c.task_id from part p
         cross join lateral (select td.task_id from flowforge.task_dependency td where td.upstream_task_id = p.task_id offset 0) d
@@ -34,10 +36,10 @@ begin atomic
     )
     select coalesce(array_agg(p.task_id order by p.task_id), '{}') from part p;
 end;
-comment on function flowforge._failed_part(bigint) is
-    'The failed and cancelled tasks of a run, and those skipped because of them.';
+comment on function flowforge._failed_part(bigint, bigint[]) is
+    'The failed and cancelled tasks of a run whose rows the caller has locked, and those skipped because of them.';
 
-create or replace function flowforge._refuse_retry_under_way(p_run_id bigint, p_task_ids bigint[]) returns void
+create or replace function flowforge._refuse_retry_under_way(p_run_id bigint, p_task_ids bigint[], p_locked bigint[]) returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
@@ -45,12 +47,14 @@ declare
     v_busy record;
 begin
     select (select t.name from flowforge.task t where t.task_id = tr.task_id) as task,
-        case when tr.state = 'pending' then 'under way as a map' else tr.state::text end as what into v_busy
+        case when tr.state = 'pending' then 'under way as a map' when tr.state = 'ready' then 'ready' else 'running' end as what into v_busy
     from unnest(p_task_ids) b (task_id)
     cross join lateral (
         select tr.task_id, tr.state from flowforge.task_run tr
         where tr.run_id = p_run_id and tr.task_id = b.task_id and tr.map_index is null
-            and (tr.state in ('ready', 'running') or tr.state = 'pending' and tr.map_count is not null)
+            and (tr.state in ('ready', 'running') or tr.state = 'pending' and tr.map_count is not null
+                -- Ready or running it was when the others were locked.
+                or (p_locked[flowforge._position(p_locked, tr.task_run_id)] = tr.task_run_id) is not true)
         limit 1) tr
     limit 1;
     if found then
@@ -60,8 +64,8 @@ begin
     end if;
 end
 $$;
-comment on function flowforge._refuse_retry_under_way(bigint, bigint[]) is
-    'Raises WF007 naming a task of the list that is ready, running, or a map under way.';
+comment on function flowforge._refuse_retry_under_way(bigint, bigint[], bigint[]) is
+    'Raises WF007 naming a task of the list that is ready, running, a map under way, or was not locked because it was so a moment ago.';
 
 create or replace function flowforge._reset(p_run_id bigint, p_task_ids bigint[], p_below bigint[], p_expand_again bigint[], p_now timestamptz)
 returns bigint
@@ -71,28 +75,24 @@ as $$
 declare
     v_reset bigint[];
     v_elements bigint[];
-    v_old bigint[];
-    v_settled bigint;
     v_affected bigint[];
     v_free bigint[];
 begin
-    -- Own rows to reset; elements to reset: those that failed, of maps that keep their expansion; elements of
-    -- expansions that are given up.
-    select coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.kind = 'own'), '{}'),
-        coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.kind = 'element'), '{}'),
-        coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.kind = 'old'), '{}'),
-        count(*) filter (where l.kind in ('own', 'element') and l.stage = 'settled')
-    into v_reset, v_elements, v_old, v_settled
+    -- Own rows to reset, and the elements that failed of maps that keep their expansion. What the others expanded to has
+    -- ended with them.
+    select coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.map_index is null), '{}'),
+        coalesce(array_agg(l.task_run_id order by l.task_run_id) filter (where l.map_index is not null), '{}')
+    into v_reset, v_elements
     from unnest(p_task_ids) b (task_id)
     cross join lateral (
-        select tr.task_run_id, tr.stage,
-            case when tr.map_index is null then case when tr.state not in ('pending', 'ready', 'running') then 'own' end
-                when b.task_id = any (p_expand_again) then case when tr.state in ('pending', 'ready') then 'old' end
-                when tr.state in ('failed', 'cancelled') and tr.generation = (
+        select tr.task_run_id, tr.map_index
+        from flowforge.task_run tr
+        where tr.run_id = p_run_id and tr.task_id = b.task_id
+            and case when tr.map_index is null then tr.state <> 'pending'
+                else tr.state in ('failed', 'cancelled') and b.task_id <> all (p_expand_again) and tr.generation = (
                     select own.generation from flowforge.task_run own
-                    where own.run_id = p_run_id and own.task_id = b.task_id and own.map_index is null) then 'element'
-            end as kind
-        from flowforge.task_run tr where tr.run_id = p_run_id and tr.task_id = b.task_id offset 0) l;
+                    where own.run_id = p_run_id and own.task_id = b.task_id and own.map_index is null) end
+        offset 0) l;
 
     insert into flowforge.attempt (task_run_id, attempt, fencing_token, dispatch_id, outcome, answered, owner, started_at, ended_at, error)
     select tr.task_run_id, tr.attempt, tr.fencing_token, tr.dispatch_id, tr.state::text, tr.state = 'succeeded', tr.last_owner,
@@ -108,14 +108,9 @@ begin
         generation = tr.generation + (tr.map_index is null and tr.task_id = any (p_expand_again))::int,
         map_count = case when tr.map_index is null and tr.task_id = any (p_expand_again) then null else tr.map_count end
     where tr.task_run_id = any (v_reset || v_elements) and tr.state in ('succeeded', 'failed', 'cancelled', 'skipped');
-    update flowforge.task_run tr
-    set state = 'cancelled', stage = 'settled', finished_at = p_now, redispatch_at = null, start_deadline = null,
-        error = 'a retry expanded the map again'
-    where tr.task_run_id = any (v_old) and tr.state in ('pending', 'ready');
     update flowforge.run r
     set state = 'running', finished_at = null, cancel_requested_at = null, cancel_reason = null,
-        -- What finished after the caller settled is still among the unsettled.
-        unsettled = r.unsettled + v_settled - cardinality(v_old)
+        unsettled = r.unsettled + cardinality(v_reset) + cardinality(v_elements)
     where r.run_id = p_run_id;
 
     -- Counters of all that waits at or below what was reset, recounted from the edges by "not settled".
@@ -163,6 +158,41 @@ $$;
 comment on function flowforge._count_unmet(bigint, bigint, bigint, bigint) is
     'What an own row waits for, counted from the edges or, for an expanded map, from its elements.';
 
+create or replace function flowforge._lock_for_retry(p_run_id bigint, p_from_task text) returns bigint[]
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_task_ids bigint[];
+begin
+    -- What may be reset: with a name that task and everything below, else what has failed, been cancelled or is still to
+    -- be settled, and everything below, since settling can fail or skip only that.
+    if p_from_task is null then
+        v_task_ids := array(select distinct tr.task_id from flowforge.task_run tr
+            where tr.run_id = p_run_id and (tr.state in ('failed', 'cancelled') or tr.stage = 'unsettled'));
+    else
+        v_task_ids := array(select l.task_id from flowforge.run r
+            cross join lateral (select t.task_id from flowforge.task t
+                where t.workflow_version_id = r.workflow_version_id and t.name = p_from_task offset 0) l
+            where r.run_id = p_run_id);
+    end if;
+    -- In one pass, as for a cancel, with what is to be settled. What is ready or running is refused, not waited for.
+    -- Offset 0 keeps the step from a task to its rows a look-up by both columns, whatever the statistics.
+    return array(
+        select tr.task_run_id from flowforge.task_run tr
+        where tr.task_run_id = any (array(
+                select l.task_run_id from unnest(flowforge._below(v_task_ids)) b (task_id)
+                cross join lateral (select tr.task_run_id from flowforge.task_run tr
+                    where tr.run_id = p_run_id and tr.task_id = b.task_id offset 0) l
+                union
+                select tr.task_run_id from flowforge.task_run tr where tr.run_id = p_run_id and tr.stage = 'unsettled'))
+            and tr.state not in ('ready', 'running')
+        order by tr.task_run_id for no key update);
+end
+$$;
+comment on function flowforge._lock_for_retry(bigint, text) is
+    'Locks, in id order, what a retry settles, looks at and resets in a run locked by the caller. Answers their ids.';
+
 create or replace function flowforge.retry_run(run_id bigint, from_task text default null, request_id text default null)
 returns bigint
 language plpgsql volatile security definer
@@ -175,6 +205,7 @@ as $$
 declare
     v_now timestamptz;
     v_run record;
+    v_ids bigint[];
     v_task_ids bigint[];
     v_below bigint[];
     v_expand_again bigint[];
@@ -193,7 +224,8 @@ begin
     if found then
         return v_count;
     end if;
-    perform flowforge._settle(array[retry_run.run_id], null);
+    v_ids := flowforge._lock_for_retry(retry_run.run_id, retry_run.from_task);
+    perform flowforge._settle_locked(v_ids, null);
     select r.state, r.cancel_requested_at, r.workflow_version_id into v_run from flowforge.run r where r.run_id = retry_run.run_id;
     if v_run.state = 'running' and v_run.cancel_requested_at is not null then
         raise exception using errcode = 'WF007', message = format('run %s cannot be retried now: it is being cancelled', retry_run.run_id),
@@ -201,7 +233,7 @@ begin
     end if;
 
     if retry_run.from_task is null then
-        v_task_ids := flowforge._failed_part(retry_run.run_id);
+        v_task_ids := flowforge._failed_part(retry_run.run_id, v_ids);
         v_below := flowforge._below(v_task_ids);
     else
         v_below := flowforge._below(array(
@@ -214,17 +246,7 @@ begin
         end if;
     end if;
 
-    -- What is ready or running is refused, not waited for; the rest is locked, then looked at once more. Offset 0 keeps
-    -- the step from a task to its rows a look-up by both columns, whatever the statistics.
-    perform flowforge._refuse_retry_under_way(retry_run.run_id, v_below);
-    perform from flowforge.task_run tr
-    where tr.task_run_id = any (array(
-            select l.task_run_id from unnest(v_below) b (task_id)
-            cross join lateral (select tr.task_run_id from flowforge.task_run tr
-                where tr.run_id = retry_run.run_id and tr.task_id = b.task_id offset 0) l))
-        and tr.state not in ('ready', 'running')
-    order by tr.task_run_id for no key update;
-    perform flowforge._refuse_retry_under_way(retry_run.run_id, v_below);
+    perform flowforge._refuse_retry_under_way(retry_run.run_id, v_below, v_ids);
     v_now := flowforge._clock();
 
     -- A map expands again when anything that it waits for is reset, or when the retry starts at or above it by name.
@@ -237,7 +259,7 @@ begin
     v_count := 0;
     if v_task_ids <> '{}' then
         v_count := flowforge._reset(retry_run.run_id, v_task_ids, v_below, v_expand_again, v_now);
-        perform flowforge._settle(array[retry_run.run_id], null);
+        perform flowforge._settle_locked(v_ids, null);
         perform flowforge._wake_scheduler();
     end if;
     if v_count > 0 or retry_run.request_id is not null then

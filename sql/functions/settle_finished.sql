@@ -151,21 +151,18 @@ $$;
 comment on function flowforge._mark_settled(bigint[], timestamptz) is
     'One level of settling: marks, decrements what waited, judges what waits for nothing more. Answers the run of each row marked, and what ended by the judgement: the next level.';
 
-create or replace function flowforge._settle(p_run_ids bigint[], p_max_rows bigint) returns bigint
+create or replace function flowforge._settle_locked(p_task_run_ids bigint[], p_max_rows bigint) returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_now timestamptz := flowforge._clock();
-    v_ids bigint[];
+    v_ids bigint[] := p_task_run_ids;
     v_level record;
     v_marked bigint[] := array[]::bigint[];
     v_runs bigint[];
     v_counts bigint[];
 begin
-    v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.run_id = any (p_run_ids) and tr.stage = 'unsettled'
-        order by tr.task_run_id limit p_max_rows for no key update);
     while v_ids <> '{}' loop
         v_level := flowforge._mark_settled(v_ids, v_now);
         v_marked := v_marked || v_level.v_run_ids;
@@ -199,8 +196,22 @@ begin
     return cardinality(v_marked);
 end
 $$;
+comment on function flowforge._settle_locked(bigint[], bigint) is
+    'Settles those of the given task runs that have ended, and what ends by it, up to so many rows (null: all); ends the runs that have nothing unsettled left. The caller has locked the runs in an earlier statement, then the task runs. Answers how many were settled.';
+
+create or replace function flowforge._settle(p_run_ids bigint[], p_max_rows bigint) returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return flowforge._settle_locked(array(
+        select tr.task_run_id from flowforge.task_run tr
+        where tr.run_id = any (p_run_ids) and tr.stage = 'unsettled'
+        order by tr.task_run_id limit p_max_rows for no key update), p_max_rows);
+end
+$$;
 comment on function flowforge._settle(bigint[], bigint) is
-    'Settles up to so many task runs (null: all) of runs that the caller has locked in an earlier statement, and ends the runs that have nothing unsettled left.';
+    'Settles up to so many task runs of runs that the caller has locked in an earlier statement.';
 
 create or replace function flowforge.settle_finished(max_rows bigint default 1000) returns bigint
 language plpgsql volatile security definer

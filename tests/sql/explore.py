@@ -13,6 +13,7 @@ After each schedule its outcome is judged, then everything is brought to its end
 equal answers, are brought there once.
 """
 
+import functools
 import heapq
 import itertools
 import random
@@ -52,6 +53,21 @@ class Exploration:
     outcomes: set[Any] = field(default_factory=set, repr=False)
 
 
+# Says which of the sessions that can goes on.
+Guide = Callable[[Laboratory, list[int]], int]
+_GUIDES: dict[str, Guide] = {}
+
+
+def guided(guide: Guide) -> Callable[[Scenario], Scenario]:
+    """Has a scenario be run under this schedule too, which the search would not come to."""
+
+    def mark(scenario: Scenario) -> Scenario:
+        _GUIDES[scenario.__name__] = guide
+        return scenario
+
+    return mark
+
+
 def explore(laboratory: Laboratory, scenario: Scenario, *, enough: int = 80, sample: int = 10) -> Exploration:
     """Run a scenario under every schedule with up to two preemptions (one, if it has three sessions), under
     further ones until there are `enough`, and under a random `sample` of the rest.
@@ -71,6 +87,8 @@ def explore(laboratory: Laboratory, scenario: Scenario, *, enough: int = 80, sam
         for cost, other in schedule.alternatives():
             heapq.heappush(waiting, (preemptions + cost, next(order), other))
     done.complete = not waiting
+    if guide := _GUIDES.get(scenario.__name__):
+        _run(laboratory, scenario, functools.partial(guide, laboratory), done)
     for _, _, beginning in dice.sample(waiting, min(sample, len(waiting))):
         _run(laboratory, scenario, _Schedule(beginning, dice), done)
         done.sampled += 1
@@ -109,7 +127,9 @@ class _Schedule:
                     yield int(current in self._enabled[at]), [*self._taken[:at], other]
 
 
-def _run(laboratory: Laboratory, scenario: Scenario, schedule: _Schedule, done: Exploration) -> None:
+def _run(
+    laboratory: Laboratory, scenario: Scenario, schedule: Callable[[list[int]], int], done: Exploration
+) -> None:
     try:
         laboratory.reset()
         body = scenario(laboratory)

@@ -32,6 +32,7 @@ WORKFLOWS: dict[str, list[dict[str, Any]]] = {
     "prompt": [{"name": "a", "start_within": 60}],
     "late": [{"name": "a"}, {"name": "b"}, {"name": "c", "start_within": 60}],
     "early": [{"name": "a", "start_within": 60}, {"name": "b"}, {"name": "c"}],
+    "soon": [{"name": "a", "start_within": 60}, {"name": "b", "start_within": 60}],
     "fragile": [{"name": "a", "max_reaps": 0}, {"name": "b", "after": ["a"], "when": "all_done"}],
 }
 

@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from tests.sql.explore import Body
+from tests.sql.explore import Body, guided
 from tests.sql.programs import batch_claim, batch_finish, claim, claim_next, refusable, release
 from tests.sql.stepping import COMMIT, Laboratory, Program, Run, call, table
 
@@ -116,6 +116,41 @@ def batch_claim_fail_leftovers(lab: Laboratory) -> Body:
     assert sorted([first[0], second[0]]) == ["claimed", "running"]
     yield None
     assert run.states() == {"a": "failed" if failed else "cancelled", "b": "cancelled", "c": "cancelled"}
+
+
+def _retry_between_its_locks(lab: Laboratory, enabled: list[int]) -> int:
+    """The first batch holds up the second until the retry is where it would lock a second time."""
+    first, second, retry = (lab.sessions[number] for number in (1, 2, 3))
+    if first.position.startswith("_claim_pairs"):
+        return 1
+    if second.steps == 0:
+        return 2
+    if not retry.done and retry.position != "_lock_for_retry 3":
+        return 3
+    return enabled[0]
+
+
+@guided(_retry_between_its_locks)
+def batch_claim_fail_retry(lab: Laboratory) -> Body:
+    """The same with a retry, which resets what had been settled before and what it settles itself."""
+    other = lab.start("one")
+    run = lab.start("soon")
+    a, b = run.rows()
+    lab.expire()
+
+    def fail_and_retry() -> Program:
+        for step in (("fail_undeliverable", 1), ("settle_finished",), ("fail_undeliverable", 1)):
+            yield from call(*step)
+            yield COMMIT
+        return (yield from call("retry_run", run.id))
+
+    first, second, reset = yield [
+        batch_claim([other["a"]], "w1"),
+        batch_claim([other["a"], a, b], "w2"),
+        fail_and_retry(),
+    ]
+    assert sorted([first[0], second[0]]) == ["claimed", "running"]
+    assert reset == 2 - second.count("claimed") + (second[0] == "claimed")
 
 
 def batch_claim_retry_cancel(lab: Laboratory) -> Body:

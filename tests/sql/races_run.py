@@ -183,6 +183,18 @@ def retry_finish(lab: Laboratory) -> Body:
     assert run.state == "succeeded"
 
 
+def retry_failing(lab: Laboratory) -> Body:
+    """A retry of what has failed while one more fails: that one belongs to it, or is left as it is."""
+    run = lab.start("two")
+    a, b = [lab.claim(row) for row in run.rows()]
+    lab.finish(a, "failed")
+    reset, answer = yield [call("retry_run", run.id), finish(b, "failed")]
+    assert answer == "accepted"
+    assert reset in (1, 2)
+    yield None
+    assert run.states() == {"a": "succeeded", "b": "failed" if reset == 1 else "succeeded"}
+
+
 def retry_reap(lab: Laboratory) -> Body:
     """A retry from a task that the reaper just gives up is refused, or resets what has failed."""
     run = lab.start("fragile")

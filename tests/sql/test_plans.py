@@ -47,12 +47,12 @@ PATHS = {
     "cancel_leftovers": (
         "run_cancelling() run_pkey(run_id) task_dependency_downstream(upstream_task_id) "
         "task_pkey(task_id) task_run_of_run(run_id) task_run_of_run(run_id,task_id,map_index) "
-        "task_run_unsettled(run_id) update:run_pkey(run_id) update:task_run_of_run(run_id,map_index) "
+        "update:run_pkey(run_id) update:task_run_of_run(run_id,map_index) "
         "update:task_run_pkey(task_run_id)"
     ),
     "cancel_run": (
         "run_pkey(run_id) task_dependency_downstream(upstream_task_id) task_pkey(task_id) "
-        "task_run_of_run(run_id) task_run_of_run(run_id,task_id,map_index) task_run_unsettled(run_id) "
+        "task_run_of_run(run_id) task_run_of_run(run_id,task_id,map_index) "
         "update:run_pkey(run_id) update:task_run_of_run(run_id,map_index) "
         "update:task_run_pkey(task_run_id)"
     ),
@@ -126,7 +126,7 @@ PATHS = {
     "retry_run": (
         "insert:task_run_pkey(task_run_id) run_pkey(run_id) run_retry_pkey(run_id,request_id) "
         "task_dependency_downstream(upstream_task_id) task_dependency_pkey(task_id) task_pkey(task_id) "
-        "task_run_of_run(run_id,map_index) task_run_of_run(run_id,task_id) "
+        "task_run_of_run(run_id) task_run_of_run(run_id,map_index) task_run_of_run(run_id,task_id) "
         "task_run_of_run(run_id,task_id,map_index) task_run_pkey(task_run_id) task_run_unsettled(run_id) "
         "task_workflow_version_id_name_key(workflow_version_id,name) update:run_pkey(run_id) "
         "update:task_pkey(task_id) update:task_run_pkey(task_run_id)"
