@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowforge.client import Client, Defined, RunResult
-    from flowforge.context import Context
     from flowforge.definition import Retry, Task, Workflow
     from flowforge.errors import Cancelled, FlowForgeError, PermanentError
+    from flowforge.worker.context import Context
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Cancelled": "errors",
     "Client": "client",
-    "Context": "context",
+    "Context": "worker.context",
     "Defined": "client",
     "FlowForgeError": "errors",
     "PermanentError": "errors",

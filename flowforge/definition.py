@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 from flowforge.errors import InvalidDefinition
 
 if TYPE_CHECKING:
-    from flowforge.context import Context
+    from flowforge.worker.context import Context
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)

@@ -20,7 +20,7 @@ from flowforge.embedded import EmbeddedPostgres
 from flowforge.errors import ConfigError
 from flowforge.migrate import migrate
 from flowforge.scheduler import Scheduler
-from flowforge.worker import Worker, handlers_of
+from flowforge.worker.daemon import Worker, handlers_of
 
 _log = log.of("up")
 

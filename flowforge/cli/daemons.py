@@ -194,8 +194,8 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
       flowforge worker my_project.workflows
       flowforge worker my_project.workflows:etl -c 16 -q default -q reports
     """
-    from flowforge import worker as daemon
     from flowforge.cli.loading import load_workflows
+    from flowforge.worker import daemon
 
     config = _configured(database_url, flags)
     ctx.exit(daemon.run(daemon.handlers_of(load_workflows(modules)), config))

@@ -4,7 +4,7 @@
 -- outside the index, and never task_run.state; keyed statements guard on state and never on those columns. So no
 -- guard can tempt the planner into walking a partial index instead of the primary key.
 --
--- Every statement tolerates being applied again: the migration runner applies and records in two transactions.
+-- Every statement tolerates being applied again, as by hand with psql.
 
 do $$
 begin

@@ -9,9 +9,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from flowforge.context import Context
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import Cancelled, DatabaseUnavailable, NotStorable
+from flowforge.worker.context import Context
 from tests.python.workbench import Bench, Gate, LossyProxy
 from tests.services.process import wait_until
 

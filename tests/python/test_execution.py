@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from flowforge.claim import Claim
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
-from flowforge.execution import Execution, Finish, Release, Report, StopReason, describe, judge
-from flowforge.executor import Executor
+from flowforge.worker.claim import Claim
+from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason, describe, judge
+from flowforge.worker.executor import Executor
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
 

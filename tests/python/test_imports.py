@@ -29,15 +29,6 @@ LAYERS = {
     "embedded": 3,
     "client": 4,
     "runner": 4,
-    "claim": 5,
-    "claiming": 5,
-    "context": 5,
-    "execution": 5,
-    "executor": 5,
-    "finishing": 5,
-    "leases": 5,
-    "messages": 5,
-    "session": 5,
     "worker": 5,
     "scheduler": 5,
     "publisher": 5,
@@ -46,9 +37,6 @@ LAYERS = {
     "cli": 8,
     "__main__": 9,
 }
-# One daemon in several files, which may import each other.
-WORKER = {"claim", "claiming", "context", "execution", "executor", "finishing", "leases", "messages"}
-WORKER |= {"session", "worker"}
 DAEMONS = ("scheduler", "publisher", "worker")
 
 
@@ -95,11 +83,10 @@ def test_imports_go_downwards(path: Path) -> None:
     if own == "__init__":
         assert imported_parts(path) == set()
         return
-    surface = {"Workflow": "definition", "Retry": "definition", "Context": "context", "__version__": "errors"}
+    surface = {"Workflow": "definition", "Retry": "definition", "Context": "worker", "__version__": "errors"}
     parts = {surface.get(name, name) for name in imported_parts(path)}
     assert parts <= LAYERS.keys(), "name the new module in LAYERS"
-    beside = WORKER if own in WORKER else {own}
-    assert not {name for name in parts - beside if LAYERS[name] >= LAYERS[own]}
+    assert not {name for name in parts - {own} if LAYERS[name] >= LAYERS[own]}
 
 
 def test_daemons_never_import_each_other() -> None:

@@ -3,8 +3,8 @@
 import asyncio
 import threading
 
-from flowforge.context import Context
 from flowforge.definition import Retry, Workflow
+from flowforge.worker.context import Context
 from tests.python.workbench import Bench, Gate, Witness
 from tests.services.process import wait_until
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from flowforge import runner
-from flowforge.context import Context
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import ConfigError, PermanentError
-from flowforge.session import Session
-from flowforge.worker import Worker, handlers_of
+from flowforge.worker.context import Context
+from flowforge.worker.daemon import Worker, handlers_of
+from flowforge.worker.session import Session
 from tests.python.proxy import Proxy
 from tests.python.workbench import Bench, Gate, LossyProxy, RunningWorker, Witness
 from tests.services.process import wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from flowforge import messages
 from flowforge.broker import Message, PublishChannel
-from flowforge.session import Session
+from flowforge.worker.session import Session
 from tests.python.workbench import Bench, LossyProxy, Witness
 from tests.services.database import Database
 from tests.services.process import wait_until

@@ -13,11 +13,11 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from flowforge import runner
 from flowforge.config import Config
-from flowforge.context import Context
 from flowforge.definition import Workflow
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
-from flowforge.worker import Worker, handlers_of
+from flowforge.worker.context import Context
+from flowforge.worker.daemon import Worker, handlers_of
 from tests.services.database import Database
 from tests.services.process import wait_until
 

@@ -11,10 +11,11 @@ import time
 
 import psycopg
 
-from flowforge import log, worker
+from flowforge import log
 from flowforge.config import Config
-from flowforge.context import Context
 from flowforge.definition import Workflow
+from flowforge.worker import daemon
+from flowforge.worker.context import Context
 
 workflow = Workflow("process")
 
@@ -69,7 +70,7 @@ def stuck(ctx: Context) -> None:
 def main() -> int:
     config = Config.from_environment()
     log.configure("json", config.log_level)
-    return worker.run(worker.handlers_of([workflow]), config)
+    return daemon.run(daemon.handlers_of([workflow]), config)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from flowforge import log
 from flowforge.errors import Cancelled
-from flowforge.execution import Execution, Release, Report, StopReason, judge
+from flowforge.worker.execution import Execution, Release, Report, StopReason, judge
 
 _log = log.of("worker")
 

@@ -21,15 +21,15 @@ from uuid import uuid4
 import psycopg
 
 from flowforge import db, log
-from flowforge.claim import CLAIM_NEXT, Answer, Claim, answers
 from flowforge.config import Config
-from flowforge.execution import Execution, Release
-from flowforge.executor import Executor
-from flowforge.finishing import Finisher
-from flowforge.leases import LeaseKeeper
 from flowforge.listen import Waker, hears
 from flowforge.runner import crash_point
-from flowforge.session import Session, Unanswered, brief
+from flowforge.worker.claim import CLAIM_NEXT, Answer, Claim, answers
+from flowforge.worker.execution import Execution, Release
+from flowforge.worker.executor import Executor
+from flowforge.worker.finishing import Finisher
+from flowforge.worker.leases import LeaseKeeper
+from flowforge.worker.session import Session, Unanswered, brief
 
 _log = log.of("worker")
 

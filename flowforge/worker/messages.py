@@ -19,10 +19,10 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.broker import ConsumeChannel, Delivery
-from flowforge.claim import CLAIM_TASK_RUNS
-from flowforge.claiming import Claimer, Parts
 from flowforge.runner import crash_point
-from flowforge.session import Unanswered, brief
+from flowforge.worker.claim import CLAIM_TASK_RUNS
+from flowforge.worker.claiming import Claimer, Parts
+from flowforge.worker.session import Unanswered, brief
 
 _log = log.of("worker")
 

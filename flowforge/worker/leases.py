@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 import psycopg
 
 from flowforge import log
-from flowforge.execution import Execution, StopReason
-from flowforge.session import Session, Unanswered, brief
+from flowforge.worker.execution import Execution, StopReason
+from flowforge.worker.session import Session, Unanswered, brief
 
 _log = log.of("worker")
 

@@ -24,10 +24,10 @@ import psycopg
 from flowforge import db
 from flowforge.config import Config
 from flowforge.errors import Cancelled, DatabaseUnavailable, NotStorable
-from flowforge.execution import Execution, StopReason, storable
+from flowforge.worker.execution import Execution, StopReason, storable
 
 if TYPE_CHECKING:
-    from flowforge.leases import LeaseKeeper
+    from flowforge.worker.leases import LeaseKeeper
 
 IDLE_LIMIT = 300.0
 """Seconds that a transaction may stand idle between two statements, for a task without a time limit."""

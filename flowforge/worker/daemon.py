@@ -21,17 +21,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flowforge import db, log, runner
-from flowforge.claiming import Claimer, Parts, QueueClaimer
 from flowforge.config import Config
-from flowforge.context import Context
 from flowforge.definition import Workflow
 from flowforge.errors import BrokerMisconfigured, ConfigError, DatabaseUnavailable, FlowForgeError
-from flowforge.execution import StopReason
-from flowforge.executor import Executor, Handler
-from flowforge.finishing import Finisher
-from flowforge.leases import LeaseKeeper
-from flowforge.messages import MessageClaimer
-from flowforge.session import Session
+from flowforge.worker.claiming import Claimer, Parts, QueueClaimer
+from flowforge.worker.context import Context
+from flowforge.worker.execution import StopReason
+from flowforge.worker.executor import Executor, Handler
+from flowforge.worker.finishing import Finisher
+from flowforge.worker.leases import LeaseKeeper
+from flowforge.worker.messages import MessageClaimer
+from flowforge.worker.session import Session
 
 _log = log.of("worker")
 

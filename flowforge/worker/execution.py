@@ -15,9 +15,9 @@ import threading
 import traceback
 from typing import NamedTuple
 
-from flowforge.claim import Claim
 from flowforge.db import Connection, json_text, sever
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
+from flowforge.worker.claim import Claim
 
 
 class StopReason(enum.Enum):

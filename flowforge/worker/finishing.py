@@ -18,10 +18,10 @@ import psycopg
 
 from flowforge import log
 from flowforge.db import is_transient
-from flowforge.execution import Execution, Finish, Release, Report, storable
-from flowforge.leases import LeaseKeeper
 from flowforge.runner import crash_point
-from flowforge.session import Session, Unanswered, brief
+from flowforge.worker.execution import Execution, Finish, Release, Report, storable
+from flowforge.worker.leases import LeaseKeeper
+from flowforge.worker.session import Session, Unanswered, brief
 
 _log = log.of("worker")
 
