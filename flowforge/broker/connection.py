@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import logging
 import re
@@ -50,7 +51,7 @@ Resume = Callable[..., None]
 Steps = Generator[Callable[[Resume], None], Any, Any]
 
 
-class Client(threading.Thread):
+class Client(threading.Thread, abc.ABC):
     """A connection in its own thread. Everything with an underscore runs in that thread, the rest in any."""
 
     def __init__(self, config: Config, name: str) -> None:
@@ -174,9 +175,9 @@ class Client(threading.Thread):
         connection.add_on_connection_unblocked_callback(lambda *_: self._unblocked())
         self._spawn(self._set_up())
 
+    @abc.abstractmethod
     def _set_up(self) -> Steps:
         """Make the connection ready for use; then state is connected."""
-        raise NotImplementedError
 
     def _ready(self, *, proven: bool = True) -> None:
         """The connection is ready. If that alone does not prove that it works, the back-off is the caller's

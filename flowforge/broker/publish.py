@@ -100,7 +100,7 @@ class PublishChannel(Client):
         self._keys: dict[tuple[str, str], _Sent] = {}
         self._deferred: dict[tuple[str, str], deque[tuple[_Batch, int]]] = {}
         self._one_by_one = False
-        self._slow: set[str] = set()  # queues that held up a batch and have not confirmed since
+        self._slow: dict[str, float] = {}  # when a queue, not confirming since, last held up a batch
         self._frame_max = 0  # bytes that a frame may have on the last connection; 0: any number
 
     def undeclared(self, queues: Iterable[str]) -> set[str]:
@@ -191,7 +191,7 @@ class PublishChannel(Client):
 
     def _begin(self, batch: _Batch, timeout: float) -> None:
         order = [index for index, outcome in enumerate(batch.outcomes) if outcome is None]
-        order.sort(key=lambda index: batch.messages[index].queue in self._slow)
+        order.sort(key=lambda index: self._slow.get(batch.messages[index].queue, 0.0))
         self._pending.extend((batch, index) for index in order)
         timer = self._loop.call_later(timeout, functools.partial(self._late, batch, timeout))
         batch.at_the_end = functools.partial(self._loop.remove_timeout, timer)
@@ -205,6 +205,11 @@ class PublishChannel(Client):
             message = batch.messages[index]
             if batch.outcomes[index] is not None:
                 continue
+            if message.queue in self._slow and any(queue != message.queue for _, queue in self._keys):
+                # While the broker looks for the leader of such a queue it does not even send the confirms of
+                # what came before on the channel.
+                self._pending.appendleft((batch, index))
+                break
             key = (message.message_id, message.queue)
             if key in self._keys:
                 # A return names only this key, so a second message of it waits until the first one is judged.
@@ -248,24 +253,24 @@ class PublishChannel(Client):
         sent = self._sent.pop(tag)
         del self._keys[sent.key]
         sent.batch.settle(sent.index, outcome)
-        self._slow.discard(sent.key[1])
+        self._slow.pop(sent.key[1], None)
         self._pending.extendleft(self._deferred.pop(sent.key, ()))
 
     def _late(self, batch: _Batch, seconds: float) -> None:
         """The time for `batch` is over. A quorum queue without a leader confirms nothing, and the broker
-        holds up whatever follows on the same channel. So what is open is refused for now, the next try has a
-        fresh connection, and the queue that the first of them waits for comes last in it."""
+        holds up whatever else is on the same channel. So what is open is refused for now, the next try has a
+        fresh connection, and the queue that the first of them waits for comes last in it, and alone; of
+        several such queues none stays behind another."""
         if self.state != "connected":
             self._answer(batch, Outcome("unknown", f"no confirm within {seconds:g} s"))
             return
-        if self._one_by_one:
-            # Most have not even been sent; only those that would wait for the same queue are put off.
-            stuck = {queue for _, queue in self._keys}
-            for each, index in self._pending:
-                if each.messages[index].queue not in stuck:
-                    each.settle(index, Outcome("unknown", f"not sent within {seconds:g} s"))
+        # What has not even been sent is put off only if it would wait for the same queue.
+        stuck = {queue for _, queue in self._keys}
+        for each, index in self._pending:
+            if each.messages[index].queue not in stuck:
+                each.settle(index, Outcome("unknown", f"not sent within {seconds:g} s"))
         if self._sent:
-            self._slow.add(next(iter(self._sent.values())).key[1])
+            self._slow[next(iter(self._sent.values())).key[1]] = time.monotonic()
         self._answer(batch, Outcome("refused", f"no confirm within {seconds:g} s"))
         self._abort("confirms are missing")
 

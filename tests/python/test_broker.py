@@ -1,6 +1,7 @@
 """The broker's two connections: each message is judged by itself; nothing that the broker does hangs them."""
 
 import queue
+import signal
 import socket
 import uuid
 from collections.abc import Callable, Iterator
@@ -411,6 +412,35 @@ def test_a_queue_lost_while_disconnected_is_reported_on_reconnect(
     wait_until(lambda: channel.generation > generation and channel.state == "connected", "the reconnect")
     assert channel.gone == {"q"}
     assert kinds(channel, message("q")) == ["confirmed"]
+
+
+def test_of_two_queues_that_hold_up_a_batch_none_stays_behind_the_other(
+    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    # A quorum queue killed when it is brand new has no leader afterwards and never confirms.
+    dead = f"{config.namespace}.flowforge.dead"
+    rabbit_server.declare(
+        f"{config.namespace}.flowforge.lost",
+        arguments={"x-queue-type": "quorum", "x-dead-letter-exchange": dead},
+    )
+    rabbit_server.kill()
+    rabbit_server.start()
+    channel = publisher(config, opened, "lost", "q")
+    assert rabbit_server.process is not None
+    rabbit_server.process.send_signal(signal.SIGSTOP)
+    try:
+        assert channel.publish_batch([message("q")], 0.5)[0].kind == "refused"
+    finally:
+        rabbit_server.process.send_signal(signal.SIGCONT)
+
+    def goes_through() -> bool:
+        with suppress(BrokerUnavailable):
+            lost, outcome = channel.publish_batch([message("lost"), message("q")], 1)
+            assert lost.kind != "confirmed"
+            return outcome.kind == "confirmed"
+        return False
+
+    wait_until(goes_through, "the message to the queue that works again")
 
 
 def test_a_consumer_creates_no_queue_and_waits_for_each(

@@ -128,7 +128,10 @@ def test_more_orders_than_a_batch_all_go_out_once(config: Config, outbox: Callab
 def test_two_publishers_send_no_order_twice(config: Config, outbox: Callable[..., Outbox]) -> None:
     box = outbox()
     few = config.replace(publish_batch=3)
-    with Running(Publisher(few), few), Running(Publisher(few), few):
+    with Running(Publisher(few), few) as one, Running(Publisher(few), few) as other:
+        # Not before the queue is there: whoever finds it missing offers again what is dispatched.
+        one.until("ok")
+        other.until("ok")
         box.dispatch(90)
         wait_until(lambda: box.unpublished() == 0, "the marks")
         sent = [properties.message_id for properties, _ in box.messages()]
@@ -248,17 +251,13 @@ def test_an_order_that_can_never_be_published_is_parked_and_holds_up_nobody(
     assert [box.run_state(run) for run in runs] == ["running", "failed", "running"]
 
 
-@pytest.mark.parametrize("name", ["dead", "ÿ" * 100])
-def test_a_queue_that_the_broker_cannot_have_fails_its_own_orders_only(
-    config: Config, outbox: Callable[..., Outbox], name: str
+def test_the_longest_queue_name_is_none_too_long_for_the_broker(
+    config: Config, outbox: Callable[..., Outbox]
 ) -> None:
-    box = outbox({"name": "bad", "queue": name}, {"name": "good"})
+    box = outbox({"name": "one", "queue": "ÿ" * 100})
     box.dispatch()
-    with Running(Publisher(config), config) as running:
-        wait_until(lambda: box.waiting() == 1, "the good one")
-        running.until("ok")
-        expected = 1 if name == "dead" else 0
-        assert box.value("select count(*) from flowforge.outbox where parked_at is not null") == expected
+    with Running(Publisher(config), config):
+        wait_until(lambda: box.waiting("ÿ" * 100) == 1, "the message")
 
 
 def test_a_queue_with_other_arguments_ends_the_publisher_and_marks_nothing(
