@@ -98,8 +98,8 @@ class Config:
     queues: tuple[str, ...] = _text(
         ("default",),
         "worker: queues it takes work from, comma separated",
-        r"[^\x00-\x1f\x7f]+",
-        "queue names, comma separated",
+        r"(?!dead$)[^\x00-\x1f\x7f]+",
+        "queue names, comma separated, other than dead, the dead-letter queue",
     )
 
     lock_timeout: float = _seconds(5.0, 0.1, 600, "longest wait for a row lock in any call of a daemon")
@@ -178,6 +178,8 @@ def _checked(each: dataclasses.Field[Any], value: Any) -> Any:
         if isinstance(each.default, tuple):
             items = value.split(",") if isinstance(value, str) else value
             found = tuple(dict.fromkeys(item.strip() for item in items if item.strip()))
+            if not found and each.default:
+                raise ValueError
             if not all(re.fullmatch(rules["pattern"], item) for item in found):
                 raise ValueError
             return found

@@ -101,6 +101,10 @@ begin
     perform flowforge._check_name(v_where || ': its handler', v_handler, 'max_handler_bytes');
     v_queue := flowforge._definition_text(v_where, p_task, 'queue', 'default');
     perform flowforge._check_name(v_where || ': its queue', v_queue);
+    if v_queue = 'dead' then
+        perform flowforge._definition_error(format('%s: its queue is ''dead''', v_where),
+            'The dead-letter queue has that name; choose another.');
+    end if;
     v_map := case when p_task -> 'map' <> 'null' then flowforge._definition_text(v_where, p_task, 'map', null) end;
     v_when := flowforge._definition_text(v_where, p_task, 'when', 'all_succeeded');
     if v_when <> all (enum_range(null::flowforge.trigger_rule)::text[]) then

@@ -30,6 +30,9 @@ def test_the_environment_sets_values_of_their_own_types_and_flags_override() -> 
     assert not Config.from_environment({}).uses_broker
 
 
+QUEUES = "queue names, comma separated, other than dead, the dead-letter queue"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
@@ -45,7 +48,9 @@ def test_the_environment_sets_values_of_their_own_types_and_flags_override() -> 
         ("FLOWFORGE_NAMESPACE", "a.b", "up to 44 letters, digits, _ and -, other than amq"),
         ("FLOWFORGE_NAMESPACE", "amq", "up to 44 letters, digits, _ and -, other than amq"),
         ("FLOWFORGE_NAMESPACE", "n" * 45, "up to 44 letters, digits, _ and -, other than amq"),
-        ("FLOWFORGE_QUEUES", "a\x07", "queue names, comma separated"),
+        ("FLOWFORGE_QUEUES", "a\x07", QUEUES),
+        ("FLOWFORGE_QUEUES", "a,dead", QUEUES),
+        ("FLOWFORGE_QUEUES", " ,", QUEUES),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(name: str, value: str, allowed: str) -> None:

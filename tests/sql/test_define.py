@@ -172,6 +172,7 @@ BAD_TASKS: list[tuple[dict[str, Any], str]] = [
     ({"handler": 1}, "WF003"),
     ({"handler": "h" * 256}, "WF005"),
     ({"queue": None}, "WF003"),
+    ({"queue": "dead"}, "WF003"),
     ({"queue": "q" * 201}, "WF005"),
     ({"after": "b"}, "WF003"),
     ({"after": None}, "WF003"),
