@@ -245,7 +245,7 @@ def show(run_id: int, elements: bool, task: str | None, database_url: str | None
     """Show a run and its tasks.
 
     Their states, what each waits for, attempts, durations, workers and errors; of a map its own row, and the
-    elements that failed.
+    elements that failed. Then how earlier executions of them ended.
 
     \b
     Examples:
@@ -265,19 +265,34 @@ def show(run_id: int, elements: bool, task: str | None, database_url: str | None
         tasks = select(
             connection,
             "select * from flowforge.task_run_status where run_id = %s "
-            "and (map_index is null or %s or state = 'failed') order by task_run_id",
+            "and (map_index is null or %s or state = 'failed' and not superseded) order by task_run_id",
             [run_id, elements],
+        )
+        attempts = select(
+            connection,
+            "select * from flowforge.attempt_status where run_id = %s order by task_run_id, fencing_token",
+            [run_id],
         )
     [run] = found
     if as_json:
-        print_json({"run": run, "tasks": tasks})
+        print_json({"run": run, "tasks": tasks, "attempts": attempts})
         return
     _print_run(run)
     click.echo()
     columns = {"task": "task", "state": "state", "attempt": "attempt", "took": "duration", "worker": "worker"}
     print_table(columns | {"note": "notes"}, [_task_row(each) for each in tasks])
+    shown = {each["task_run_id"]: (each["attempt"], each["fencing_token"]) for each in tasks}
+    earlier = [
+        each
+        for each in attempts
+        if (each["attempt"], each["fencing_token"]) < shown.get(each["task_run_id"], (0, 0))
+    ]
+    if earlier:
+        click.echo("\nEarlier executions:")
+        columns = {"task": "task", "attempt": "attempt", "outcome": "outcome", "took": "duration"}
+        print_table(columns | {"worker": "worker", "note": "notes"}, [_attempt_row(each) for each in earlier])
     for each in tasks:
-        # The table has the first line of the last attempt's error; of earlier ones it shows nothing.
+        # The table has the first line of the last attempt's error.
         if each["error"] and (each["state"] != "failed" or "\n" in each["error"].strip()):
             click.echo()
             click.secho(f"{_task_name(each)}, attempt {each['attempt']}:", bold=True)
@@ -338,6 +353,19 @@ def _task_row(task: dict[str, Any]) -> dict[str, object]:
         "took": duration(task["duration"]),
         "worker": task["worker"],
         "note": "; ".join(notes),
+    }
+
+
+def _attempt_row(attempt: dict[str, Any]) -> dict[str, object]:
+    from flowforge.cli.watch import first_line
+
+    return {
+        "task": _task_name(attempt),
+        "attempt": str(attempt["attempt"]),
+        "outcome": attempt["outcome"],
+        "took": duration(attempt["duration"]),
+        "worker": attempt["worker"],
+        "note": first_line(attempt["error"] or "")[:200],
     }
 
 

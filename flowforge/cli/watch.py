@@ -43,7 +43,8 @@ _TASKS = """
     left join (
         select m.task, count(*) filter (where m.finished_at is not null) as done,
             count(*) filter (where m.state = 'failed') as failed
-        from flowforge.task_run_status m where m.run_id = %s and m.map_index is not null group by m.task
+        from flowforge.task_run_status m
+        where m.run_id = %s and m.map_index is not null and not m.superseded group by m.task
     ) e on e.task = s.task
     where s.run_id = %s and s.map_index is null order by s.task_run_id
 """

@@ -42,7 +42,10 @@ cross join lateral (
         count(*) filter (where tr.state = 'failed') as failed,
         count(*) filter (where tr.state = 'cancelled') as cancelled,
         count(*) filter (where tr.state = 'skipped') as skipped
-    from flowforge.task_run tr where tr.run_id = r.run_id) c;
+    -- Without the elements of expansions that a retry has replaced. Own rows come in the order of the index: no sort.
+    from (select e.state, e.map_index is not null and e.generation < max(e.generation) over (partition by e.task_id) as superseded
+          from flowforge.task_run e where e.run_id = r.run_id offset 0) tr
+    where not tr.superseded) c;
 comment on view flowforge.run_status is
     'Runs with the numbers of their task runs by state. state adds two derived words: pending (nothing dispatched yet) and cancelling. Page by run_id, largest first.';
 comment on column flowforge.run_status.run_id is 'Identity. Not an order: a smaller one can commit later.';
@@ -58,7 +61,7 @@ comment on column flowforge.run_status.duration is 'From the trigger to the end,
 comment on column flowforge.run_status.cancel_requested_at is 'When a cancel was asked for.';
 comment on column flowforge.run_status.cancel_reason is 'The reason given for it.';
 comment on column flowforge.run_status.unsettled is 'Task runs whose end is not counted yet; the run ends at 0.';
-comment on column flowforge.run_status.task_runs is 'Number of its task runs, elements of maps included.';
+comment on column flowforge.run_status.task_runs is 'Number of its task runs, elements of maps included, but not superseded ones.';
 comment on column flowforge.run_status.pending is 'Of these, waiting for upstreams, time, a pause or the window.';
 comment on column flowforge.run_status.ready is 'Of these, dispatched.';
 comment on column flowforge.run_status.running is 'Of these, claimed by a worker.';
@@ -83,7 +86,10 @@ select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_ind
     q.name as queue, t.handler, tr.priority, tr.attempt, t.max_attempts, tr.reaps, t.max_reaps, tr.fencing_token, tr.dispatch_id,
     tr.available_at, tr.ready_at, tr.started_at, tr.finished_at,
     case when tr.started_at is not null then coalesce(tr.finished_at, case when tr.state = 'running' then flowforge._reading() end) - tr.started_at end as duration,
-    tr.last_owner as worker, tr.lease_expires_at, p.fraction as progress, p.message as progress_message, tr.map_count, tr.unmet, tr.error
+    tr.last_owner as worker, tr.lease_expires_at, p.fraction as progress, p.message as progress_message, tr.map_count, tr.unmet, tr.error,
+    tr.map_index is not null and tr.generation < (
+        select own.generation from flowforge.task_run own
+        where own.run_id = tr.run_id and own.task_id = tr.task_id and own.map_index is null) as superseded
 from flowforge.task_run tr
 join flowforge.run r on r.run_id = tr.run_id
 join flowforge.workflow w on w.workflow_id = r.workflow_id
@@ -120,6 +126,32 @@ comment on column flowforge.task_run_status.progress_message is 'Text of that re
 comment on column flowforge.task_run_status.map_count is 'Elements of a map, once expanded.';
 comment on column flowforge.task_run_status.unmet is 'Upstreams, or elements, that it still waits for.';
 comment on column flowforge.task_run_status.error is 'Why the last attempt failed, or why it was cancelled.';
+comment on column flowforge.task_run_status.superseded is 'Whether it is an element of an expansion that a retry has replaced.';
+
+create or replace view flowforge.attempt_status as
+select a.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, a.attempt, a.fencing_token, a.dispatch_id, a.outcome,
+    a.owner as worker, a.started_at, a.ended_at, a.ended_at - a.started_at as duration, a.error
+from flowforge.attempt a
+join flowforge.task_run tr on tr.task_run_id = a.task_run_id
+join flowforge.run r on r.run_id = tr.run_id
+join flowforge.workflow w on w.workflow_id = r.workflow_id
+join flowforge.task t on t.task_id = tr.task_id;
+comment on view flowforge.attempt_status is
+    'Executions of task runs that did not simply succeed (failures, the last one included, time-outs, reaps, crashes), and those that a retry reset.';
+comment on column flowforge.attempt_status.task_run_id is 'The task run.';
+comment on column flowforge.attempt_status.run_id is 'The run.';
+comment on column flowforge.attempt_status.workflow is 'Name of the workflow.';
+comment on column flowforge.attempt_status.task is 'Name of the task.';
+comment on column flowforge.attempt_status.map_index is 'Position of an element in the mapped array, from 0; null: the task''s own row.';
+comment on column flowforge.attempt_status.attempt is 'Number of the attempt, from 1; executions that were reaped share it.';
+comment on column flowforge.attempt_status.fencing_token is 'Token of the execution; grows with each.';
+comment on column flowforge.attempt_status.dispatch_id is 'Dispatch id of the attempt; the AMQP message_id.';
+comment on column flowforge.attempt_status.outcome is 'succeeded, failed, timed_out, cancelled, lease_expired or crashed.';
+comment on column flowforge.attempt_status.worker is 'Worker that held it.';
+comment on column flowforge.attempt_status.started_at is 'When it was claimed.';
+comment on column flowforge.attempt_status.ended_at is 'When it ended.';
+comment on column flowforge.attempt_status.duration is 'From the claim to the end.';
+comment on column flowforge.attempt_status.error is 'Why it ended so.';
 
 create or replace view flowforge.dead_letters as
 select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, q.name as queue, t.handler, tr.attempt,
@@ -132,7 +164,11 @@ join flowforge.queue q on q.queue_id = tr.queue_id
 where case when tr.state = 'failed' then tr.finished_at end is not null and (
     select true from flowforge.task_run e
     where tr.map_index is null and e.run_id = tr.run_id and e.task_id = tr.task_id and e.map_index >= 0 and e.generation = tr.generation
-        and e.state = 'failed' limit 1) is null;
+        and e.state = 'failed' limit 1) is null
+    -- Nor what a retry has replaced by another expansion.
+    and (select true from flowforge.task_run own
+         where tr.map_index is not null and own.run_id = tr.run_id and own.task_id = tr.task_id and own.map_index is null
+             and own.generation > tr.generation) is null;
 comment on view flowforge.dead_letters is
     'Task runs that failed for good; of a failed map, its failed elements. Retry their runs with retry_run.';
 comment on column flowforge.dead_letters.task_run_id is 'Identity.';

@@ -192,6 +192,18 @@ def test_show_tells_states_waits_attempts_and_errors(live: Shell) -> None:
     ]
 
 
+def test_show_tells_how_earlier_executions_ended(live: Shell) -> None:
+    live("trigger", "orders", "-i", '{"bad": 1}', "-w", code=1)
+    assert "Earlier executions" not in live("show", 1).stdout
+    live("retry", 1)
+    live("watch", 1, code=1)
+    shown = live("show", 1).stdout.partition("Earlier executions:\n")[2]
+    assert re.search(r"^price\[1\] +1 +failed +\S+ \S+ +\S+ +.*item 1 has no price", shown, re.MULTILINE)
+    attempts = live.document("show", 1)["attempts"]
+    found = [(each["task"], each["map_index"], each["attempt"], each["outcome"]) for each in attempts]
+    assert found == [("price", 1, 1, "failed"), ("price", 1, 2, "failed")]
+
+
 def test_show_says_why_a_task_waits(shell: Shell, db: Database) -> None:
     shell("trigger", "orders")
     assert re.search(r"^total .*waits: 1 of 1 upstreams", shell("show", 1).stdout, re.MULTILINE)

@@ -116,6 +116,35 @@ def test_dead_letters_are_the_failed_task_runs_and_of_a_map_its_elements(engine:
     }
 
 
+def test_elements_that_a_retry_replaced_count_no_longer(engine: Engine) -> None:
+    run_id = engine.start(task("a"), task("m", map="a"), task("z", "m"))
+    engine.drive(lambda claim: [1, 2] if claim.task == "a" else failing("m")(claim))
+    assert engine.row("select failed, skipped from flowforge.run_status") == (3, 1)
+    engine.call("retry_run", run_id, "a")
+    engine.drive(lambda claim: [3] if claim.task == "a" else claim.task)
+    row = engine.row("select state, task_runs, succeeded, failed from flowforge.run_status")
+    assert row == ("succeeded", 4, 4, 0)
+    assert engine.rows("select * from flowforge.dead_letters") == []
+    rows = engine.rows("select state, superseded from flowforge.task_run_status where map_index is not null")
+    assert sorted(rows) == [("failed", True), ("failed", True), ("succeeded", False)]
+
+
+def test_attempt_status(engine: Engine) -> None:
+    run_id = engine.start(task("a", retry={"max_attempts": 2, "delay": 0}))
+    engine.claim_one()
+    engine.advance("31 s")
+    engine.reap()
+    assert engine.finish(engine.claim_one(), "failed", error="no luck") == "accepted"
+    engine.advance("1 s")
+    engine.schedule()
+    engine.claim_one()
+    first, second = engine.rows("select * from flowforge.attempt_status order by fencing_token")
+    assert (first.run_id, first.workflow, first.task, first.map_index) == (run_id, "w", "a", None)
+    assert (first.attempt, first.fencing_token, first.outcome) == (1, 1, "lease_expired")
+    assert (first.worker, first.dispatch_id) == ("worker", second.dispatch_id)
+    assert (second.attempt, second.fencing_token, second.outcome, second.error) == (1, 2, "failed", "no luck")
+
+
 def test_queue_status(engine: Engine) -> None:
     engine.define(task("a", queue="q"), task("b", queue="q"), task("c", queue="q"))
     engine.call("configure_queue", "q", window_size=1)
