@@ -11,6 +11,7 @@ import pytest
 from pytest_postgresql import factories
 from pytest_postgresql.executors import NoopExecutor
 
+from flowforge import log
 from tests.services import postgres
 from tests.services.database import Clock, Database, prepare_template
 from tests.services.postgres import PostgresServer
@@ -36,6 +37,13 @@ def pytest_configure() -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"postgresql: {config.getoption('--pg')}"
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A command run inside the tests' process sets up the logging, which is the process's."""
+    yield
+    log.reset()
 
 
 @pytest.fixture(scope="session")
