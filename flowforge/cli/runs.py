@@ -210,16 +210,34 @@ def runs(
 def _find_runs(
     database_url: str | None, workflow: str | None, state: str | None, after: int | None, limit: int
 ) -> list[dict[str, Any]]:
-    # Only the conditions that are given, so that the plan walks the right index from its end.
-    given = {"workflow = %s": workflow, "state = %s": state, "run_id < %s": after}
-    conditions = [condition for condition, value in given.items() if value is not None]
-    where = f" where {' and '.join(conditions)}" if conditions else ""
     with database(database_url) as connection:
-        return select(
-            connection,
-            f"select * from flowforge.run_status{where} order by run_id desc limit %s",  # noqa: S608 - constants
-            [*(value for value in given.values() if value is not None), limit],
-        )
+        workflow_id = None
+        if workflow is not None:
+            known = select(
+                connection,
+                "select workflow_id from flowforge.workflow_status where workflow = %s",
+                [workflow],
+            )
+            if not known:
+                raise NotFound(f"there is no workflow {workflow!r}")
+            workflow_id = known[0]["workflow_id"]
+        return select(connection, *runs_query(workflow_id, state, after, limit))
+
+
+def runs_query(
+    workflow_id: int | None, state: str | None, after: int | None, limit: int
+) -> tuple[str, list[object]]:
+    """The query for a page of runs, and its parameters. Only the conditions that are given, and those that
+    name an index, so that the plan walks the right one from its end, however long the history is."""
+    given = {"workflow_id = %s": workflow_id, "state = %s": state, "run_id < %s": after}
+    conditions = [condition for condition, value in given.items() if value is not None]
+    if state in ("failed", "cancelled"):
+        conditions.append("unsuccessful")
+    elif state not in (None, "succeeded"):
+        conditions.append("finished_at is null")
+    where = f" where {' and '.join(conditions)}" if conditions else ""
+    query = f"select * from flowforge.run_status{where} order by run_id desc limit %s"  # noqa: S608 - constants
+    return query, [*(value for value in given.values() if value is not None), limit]
 
 
 def _run_row(run: dict[str, Any]) -> dict[str, object]:

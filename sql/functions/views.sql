@@ -21,6 +21,19 @@ comment on column flowforge.limits.minimum is 'Smallest value allowed.';
 comment on column flowforge.limits.maximum is 'Largest value allowed.';
 comment on column flowforge.limits.meaning is 'What it limits, and its unit.';
 
+create or replace view flowforge.workflow_status as
+select w.workflow_id, w.name as workflow, w.current_version as version, wv.task_count as tasks, wv.created_at as registered_at,
+    (select count(*) from flowforge.workflow_version v where v.workflow_id = w.workflow_id) as versions
+from flowforge.workflow w
+join flowforge.workflow_version wv on wv.workflow_id = w.workflow_id and wv.version = w.current_version;
+comment on view flowforge.workflow_status is 'Workflows with their current version: the one that a trigger without a version runs.';
+comment on column flowforge.workflow_status.workflow_id is 'Identity.';
+comment on column flowforge.workflow_status.workflow is 'Name of the workflow.';
+comment on column flowforge.workflow_status.version is 'Current version.';
+comment on column flowforge.workflow_status.tasks is 'Number of its tasks.';
+comment on column flowforge.workflow_status.registered_at is 'When it was registered.';
+comment on column flowforge.workflow_status.versions is 'Number of all versions.';
+
 create or replace view flowforge.run_status as
 select r.run_id, w.name as workflow, wv.version,
     case when r.state <> 'running' then r.state::text
@@ -29,7 +42,8 @@ select r.run_id, w.name as workflow, wv.version,
         when r.cancel_requested_at is not null then 'cancelling' else 'running' end as state,
     r.priority, r.labels, r.idempotency_key, r.created_at, r.finished_at, coalesce(r.finished_at, flowforge._reading()) - r.created_at as duration,
     r.cancel_requested_at, r.cancel_reason, r.unsettled,
-    c.task_runs, c.pending, c.ready, c.running, c.succeeded, c.failed, c.cancelled, c.skipped
+    c.task_runs, c.pending, c.ready, c.running, c.succeeded, c.failed, c.cancelled, c.skipped,
+    r.workflow_id, r.state in ('failed', 'cancelled') as unsuccessful
 from flowforge.run r
 join flowforge.workflow w on w.workflow_id = r.workflow_id
 join flowforge.workflow_version wv on wv.workflow_version_id = r.workflow_version_id
@@ -47,7 +61,7 @@ cross join lateral (
           from flowforge.task_run e where e.run_id = r.run_id offset 0) tr
     where not tr.superseded) c;
 comment on view flowforge.run_status is
-    'Runs with the numbers of their task runs by state. state adds two derived words: pending (nothing dispatched yet) and cancelling. Page by run_id, largest first.';
+    'Runs with the numbers of their task runs by state. state adds two derived words: pending (nothing dispatched yet) and cancelling. Page by run_id, largest first. On a large history, name a workflow by its workflow_id (see workflow_status), and add "unsuccessful" or "finished_at is null" to a condition on state: each has its index.';
 comment on column flowforge.run_status.run_id is 'Identity. Not an order: a smaller one can commit later.';
 comment on column flowforge.run_status.workflow is 'Name of the workflow.';
 comment on column flowforge.run_status.version is 'Version pinned at the trigger.';
@@ -69,6 +83,8 @@ comment on column flowforge.run_status.succeeded is 'Of these, succeeded.';
 comment on column flowforge.run_status.failed is 'Of these, failed for good.';
 comment on column flowforge.run_status.cancelled is 'Of these, cancelled.';
 comment on column flowforge.run_status.skipped is 'Of these, skipped by their trigger rule.';
+comment on column flowforge.run_status.workflow_id is 'The workflow; see workflow_status.';
+comment on column flowforge.run_status.unsuccessful is 'Whether it failed or was cancelled.';
 
 create or replace view flowforge.task_run_status as
 select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, tr.state::text as state,

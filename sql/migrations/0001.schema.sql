@@ -260,6 +260,7 @@ create index if not exists run_active on flowforge.run (run_id) where finished_a
 create index if not exists run_cancelling on flowforge.run (run_id)
     where cancel_requested_at is not null and finished_at is null;
 create index if not exists run_finished on flowforge.run (finished_at) where finished_at is not null;
+create index if not exists run_unsuccessful on flowforge.run (run_id) where state in ('failed', 'cancelled');
 comment on table flowforge.run is 'One execution of a workflow version.';
 comment on column flowforge.run.run_id is 'Identity. Not an order: a smaller one can commit later.';
 comment on column flowforge.run.workflow_id is 'The workflow.';
@@ -279,6 +280,7 @@ comment on index flowforge.run_of_workflow is 'Runs of one workflow, for listing
 comment on index flowforge.run_active is 'Runs that have not ended.';
 comment on index flowforge.run_cancelling is 'Runs being cancelled, for the standing sweep.';
 comment on index flowforge.run_finished is 'Ended runs by time, for prune.';
+comment on index flowforge.run_unsuccessful is 'Failed and cancelled runs, for listings.';
 
 create table if not exists flowforge.task_run (
     task_run_id bigint generated always as identity primary key,

@@ -16,6 +16,7 @@ import pytest
 from flowforge import Client, Context, PermanentError, Workflow
 from flowforge.cli import exits
 from flowforge.cli.common import duration
+from flowforge.cli.runs import runs_query
 from flowforge.config import Config
 from tests.python.running import running
 from tests.python.shell import Shell
@@ -160,6 +161,8 @@ def test_runs_lists_pages_and_filters(shell: Shell, db: Database) -> None:
     assert "--after 5" in page.stderr
     assert "--after" not in shell("runs", "--limit", 6).stderr
     assert shell("runs", "--state", "failed", code=exits.EXIT_FAILED).stderr == "No runs found.\n"
+    unknown = shell("runs", "--workflow", "nosuch", code=exits.EXIT_FAILED)
+    assert "there is no workflow 'nosuch'" in unknown.stderr
     assert shell.documents("runs", "--after", 1, code=exits.EXIT_FAILED) == []
 
 
@@ -216,6 +219,40 @@ def test_show_output_is_the_bare_json(live: Shell) -> None:
     live("trigger", "orders", "-w")
     assert live("show", 1, "--output", "price").stdout == "[0, 10, 20]\n"
     assert live("show", 1, "--output", "total").stdout == "30\n"
+
+
+def test_a_page_of_runs_is_read_from_the_end_of_an_index(db: Database) -> None:
+    """However long the history: what is rare in it is not looked for among all the rest."""
+    with db.connect() as connection:
+        for name in ("frequent", "rare"):
+            spec = f'{{"name": "{name}", "tasks": [{{"name": "a"}}]}}'
+            connection.execute("select flowforge.define_workflow(%s)", [spec])
+        connection.execute(
+            """
+            select flowforge.trigger_many('frequent', array_fill('{}'::jsonb, array[10000]));
+            select flowforge.trigger('rare');
+            update flowforge.run set finished_at = now(), unsettled = 0,
+                state = (case when run_id in (1, 7) then 'failed' else 'succeeded' end)::flowforge.run_state
+            where run_id < 10000;
+            """
+        )
+        for table in ("run", "task_run", "workflow", "workflow_version"):
+            connection.execute(f"vacuum analyze flowforge.{table}".encode())
+        rare = connection.execute("select workflow_id from flowforge.workflow where name = 'rare'").fetchone()
+        assert rare is not None
+        for workflow_id, state, index in (
+            (None, None, "run_pkey"),
+            (rare[0], None, "run_of_workflow"),
+            (rare[0], "succeeded", "run_of_workflow"),
+            (None, "failed", "run_unsuccessful"),
+            (None, "cancelled", "run_unsuccessful"),
+            (None, "running", "run_active"),
+            (None, "pending", "run_active"),
+        ):
+            query, params = runs_query(workflow_id, state, None, 20)
+            plan = "\n".join(row[0] for row in connection.execute(f"explain {query}".encode(), params))
+            assert f"Index Scan Backward using {index} on run r" in plan, (workflow_id, state, plan)
+            assert "Sort" not in plan
 
 
 # -- watch, cancel, retry
