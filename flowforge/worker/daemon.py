@@ -189,7 +189,7 @@ class Worker:
 
     def _watch(self) -> None:
         """Until asked to stop: say how it is, and what was done."""
-        said = time.monotonic()
+        said, counted = time.monotonic(), self._totals()
         while not self._stop.wait(1.0):
             if not self._claimer.session.healthy:
                 self._health.report("no database")
@@ -197,9 +197,9 @@ class Worker:
                 self._health.report("no broker", str(self._messages.channel.error or ""))
             else:
                 self._health.ticked()
-            if time.monotonic() - said >= COUNTS_INTERVAL:
-                said = time.monotonic()
-                _log.info("so far", **self._totals())
+            if time.monotonic() - said >= COUNTS_INTERVAL and counted != self._totals():
+                said, counted = time.monotonic(), self._totals()
+                _log.info("so far", **counted)
 
     def _shut_down(self) -> bool:
         """Take nothing new, let handlers finish, give back the rest just before the grace time is over.

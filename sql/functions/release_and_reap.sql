@@ -134,7 +134,7 @@ begin
     v_now := flowforge._clock();
 
     if release_task_run.reason = 'crashed' then
-        perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', 'the process running the handler died', true, null, v_now);
+        perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', 'it ended without an answer: the handler''s process died, or what became of its commit is unknown', true, null, v_now);
     elsif release_task_run.reason = 'unknown_handler' then
         -- A rolling deploy may bring the handler soon: ask again with a growing delay, for 15 minutes from the first
         -- time. Any other way of giving back comes from a worker that knew it, and ends that time.
