@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowforge import messages
 from flowforge.broker import Message, PublishChannel
+from flowforge.worker import messages
 from flowforge.worker.session import Session
 from tests.python.workbench import Bench, LossyProxy, Witness
 from tests.services.database import Database
