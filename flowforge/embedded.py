@@ -340,6 +340,16 @@ class EmbeddedPostgres:
                     ).fetchone()
                     if known is None:
                         connection.execute(f"create database {DATABASE}")
+                    # By default "$user" comes first, and the login is called like FlowForge's own schema:
+                    # tables that handlers and people make would land in there. A setting of theirs is kept.
+                    own = connection.execute(
+                        "select from pg_db_role_setting s join pg_database d on d.oid = s.setdatabase "
+                        "where d.datname = %s and s.setrole = 0 "
+                        "and exists (select from unnest(s.setconfig) c where c like 'search_path=%%')",
+                        (DATABASE,),
+                    ).fetchone()
+                    if own is None:
+                        connection.execute(f"alter database {DATABASE} set search_path to public")
                     return
             except psycopg.OperationalError as error:
                 if process.poll() is not None:

@@ -19,6 +19,7 @@ import pytest
 from flowforge import binaries
 from flowforge.embedded import EmbeddedPostgres, default_directory, running_dsn
 from flowforge.errors import EmbeddedPostgresError
+from flowforge.migrate import migrate
 from tests.services.process import free_port, wait_for_end, wait_until
 
 LAUNCHER = """
@@ -77,6 +78,28 @@ def test_data_survives_and_is_used_again(directory: Path) -> None:
     with server:
         assert value(server.dsn, "select answer from kept") == 42
     assert "database system was interrupted" not in server.log.read_text()
+
+
+def test_tables_of_others_stay_out_of_the_schema(directory: Path) -> None:
+    """The login is called like the schema, which must not become the first place of its search path: not in
+    a new directory, nor in one of before. Somebody's own setting stays."""
+    server = EmbeddedPostgres(directory)
+    with server:
+        migrate(server.dsn)
+        assert value(server.dsn, "show search_path") == "public"
+        with psycopg.connect(server.dsn) as connection:
+            connection.execute("create table mine ()")
+        assert value(server.dsn, "select 'mine'::regclass::oid = 'public.mine'::regclass") is True
+        with psycopg.connect(server.dsn) as connection:
+            connection.execute("alter database flowforge reset search_path")
+        assert value(server.dsn, "show search_path") == '"$user", public'
+    with server:
+        migrate(server.dsn)
+        assert value(server.dsn, "show search_path") == "public"
+        with psycopg.connect(server.dsn) as connection:
+            connection.execute("alter database flowforge set search_path to app, public")
+    with server:
+        assert value(server.dsn, "show search_path") == "app, public"
 
 
 def test_it_is_private(directory: Path) -> None:
