@@ -147,17 +147,21 @@ class Context:
         """Say how far the work is, from 0 to 1, for people to see. Cheap, and never waits: reports are sent
         about once a second, and only the last one counts. Of `message` 1,000 characters are kept.
 
-        Raises ValueError when `fraction` is not between 0 and 1.
+        Raises ValueError when `fraction` is not between 0 and 1; TimeLimitExceeded when the time is over, and
+        Cancelled when the lease is lost or the worker ends. A run being cancelled does not matter here.
         """
+        self._execution.raise_if_not_owner()
         if not 0 <= fraction <= 1:
             raise ValueError(f"fraction must be between 0 and 1, not {fraction!r}")
         self._execution.progress = (
             float(fraction),
             None if message is None else storable(message[:_MOST_MESSAGE]),
         )
-        self._keeper.progressed(self._execution)
 
     # -- stopping
+    #
+    # No thread is ever interrupted, so a sync handler that may take long has to look now and then. One that
+    # does not end within two seconds of its time limit is given up, and its slot with it until it does.
 
     @property
     def cancelled(self) -> bool:
@@ -278,7 +282,6 @@ class Context:
             if exc.sqlstate != "WF006":
                 raise
             self._execution.stop(StopReason.LOST)
-            self._keeper.forget([self._execution])
             self._execution.raise_if_not_owner()
             raise Cancelled(StopReason.LOST.value) from exc
         return str(transaction_id)

@@ -9,11 +9,11 @@ fencing token.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import enum
 import threading
 import traceback
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from flowforge.db import Connection, json_text, sever
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
@@ -51,11 +51,16 @@ task run."""
 
 
 class Execution:
-    """One claimed task run in this process. Safe to use from any thread."""
+    """One claimed task run in this process. Safe to use from any thread.
+
+    Telling a handler to stop is telling, and no more: no exception is ever raised in its thread from outside,
+    because it could strike between the taking of a lock and the block that gives it back, and so hold up
+    everyone else who needs that lock (ADR 9).
+    """
 
     __slots__ = (
-        "_abandoned", "_connection", "_ended", "_lock", "_stop", "_task", "_thread", "alarm", "alarms",
-        "claim", "commit_unknown", "committing", "deadline", "finished", "gone", "progress", "renewed_at",
+        "_abandoned", "_connection", "_ended", "_lock", "_stop", "_task", "alarm", "claim", "commit_unknown",
+        "committing", "deadline", "finished", "gone", "overdue", "progress", "renewed_at", "reported",
     )  # fmt: skip
 
     def __init__(self, claim: Claim, claimed_at: float) -> None:
@@ -63,11 +68,14 @@ class Execution:
         database's."""
         self.claim = claim
         self.deadline = None if claim.time_limit is None else claimed_at + claim.time_limit
-        # Of the executor: when to look at the time limit next, and how often that was done.
-        self.alarm, self.alarms = self.deadline, 0
-        # Of the lease keeper: when the lease was last extended; whether it was lost after the handler's end.
+        # Of the executor: when to look at the time limit next; whether it has passed.
+        self.alarm, self.overdue = self.deadline, False
+        # Of the lease keeper: when the lease was last extended; whether it was lost after the handler's end;
+        # what progress it has reported.
         self.renewed_at = claimed_at
         self.gone = False
+        self.reported: tuple[float, str | None] | None = None
+        # Of the handler, for the lease keeper to look at: the progress it made.
         self.progress: tuple[float, str | None] | None = None
         # Of the handler's own transaction: its COMMIT is under way; was lost; has taken effect.
         self.committing = False
@@ -78,7 +86,6 @@ class Execution:
         self._ended = False
         self._abandoned = False
         self._connection: Connection | None = None
-        self._thread: int | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -109,9 +116,9 @@ class Execution:
         return f"time limit of {self.claim.time_limit:g} s exceeded"
 
     def stop(self, reason: StopReason) -> bool:
-        """Tell the handler to stop: its context says so, an async handler is cancelled, and unless it is only
-        asked to (CANCEL) the connection of its open transaction is cut. True when this call changed
-        anything."""
+        """Tell the handler to stop: its context says so, an async handler is cancelled as an asyncio task,
+        and unless it is only asked to (CANCEL) the connection of its open transaction is cut. True when this
+        call changed anything."""
         with self._lock:
             if self._ended or self._stop not in (None, StopReason.CANCEL) or self._stop is reason:
                 return False
@@ -119,36 +126,28 @@ class Execution:
             if reason is not StopReason.CANCEL:
                 self._cut()
             if self._task is not None:
-                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+                with suppress(RuntimeError):  # its loop is closed: it has ended
+                    self._task.get_loop().call_soon_threadsafe(self._task.cancel)
             return True
 
-    def interrupt(self) -> None:
-        """Past the time limit: raise TimeLimitExceeded inside the handler's thread. It arrives at the
-        thread's next step in Python; a call into C that does not return holds it up."""
+    def begin(self) -> bool:
+        """The handler starts now. False when it was told to stop before."""
         with self._lock:
-            if self._thread is not None:
-                _raise_in(self._thread, TimeLimitExceeded)
+            return self._stop is None and not self._abandoned
 
-    def begin(self, task: asyncio.Task[None] | None = None) -> bool:
-        """The handler starts now, in this thread or as `task`. False when it was told to stop before."""
+    def run_as(self, task: asyncio.Task[Any] | None) -> None:
+        """The handler runs as `task`, the present one, which is cancelled when it is told to stop."""
         with self._lock:
-            if self._stop is not None or self._abandoned:
-                return False
-            if task is None:
-                self._thread = threading.get_ident()
             self._task = task
-            return True
+            if self._stop is not None and task is not None:
+                task.cancel()
 
     def end(self) -> bool:
-        """The handler has ended: no interrupt reaches its thread from here on, no transaction of it can
-        commit any more. False when it had been abandoned. May be repeated, should an interrupt strike in
-        here."""
+        """The handler has ended: no transaction of it can commit any more. False when it had been
+        abandoned."""
         with self._lock:
-            if self._thread is not None:
-                _raise_in(self._thread, None)
-                self._thread = None
-            self._cut()
             self._ended = True
+            self._cut()
             return not self._abandoned
 
     def abandon(self) -> bool:
@@ -180,12 +179,6 @@ class Execution:
         # The socket, not the connection object: that belongs to the handler's thread, which may be inside it.
         if self._connection is not None:
             sever(self._connection.fileno())
-
-
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
-    )
 
 
 # -- from the handler's end to a report

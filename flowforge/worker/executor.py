@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -32,8 +32,8 @@ class Executor:
     """Runs handlers in a bounded number of slots.
 
     A slot is reserved before its task run is claimed, and free again when the handler has ended. A handler
-    that does not stop at its time limit takes its slot with it, until it ends after all. `on_broken` is told
-    when no slot is left, or when one of the threads dies.
+    that does not stop at its time limit takes its slot with it, until it ends after all: a thread can be told
+    to stop, and not be made to. `on_broken` is told when no slot is left, or when one of the threads dies.
     """
 
     def __init__(
@@ -165,25 +165,18 @@ class Executor:
             del item
 
     def _run(self, execution: Execution, handler: Handler) -> None:
-        begun = tried = in_time = False
-        returned, raised = None, None
-        while True:
-            try:
-                if not tried:
-                    tried = True
-                    begun = execution.begin()
-                    if begun:
-                        returned = handler(self._context(execution))
-                        if inspect.iscoroutine(returned):
-                            # A function that is async without looking like it, such as a wrapped one.
-                            returned = asyncio.run(returned)
-                self._leave_if_forked(None)
-                in_time = execution.end()
-                break
-            except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler must not end the worker
-                self._leave_if_forked(exc)
-                raised = exc
-        self._ended(execution, in_time, begun, returned, raised, in_thread=True)
+        begun, returned, raised = False, None, None
+        try:
+            begun = execution.begin()
+            if begun:
+                returned = handler(self._context(execution))
+                if inspect.iscoroutine(returned):
+                    # A function that is async without looking like it, such as a wrapped one.
+                    returned = asyncio.run(_awaited(execution, returned))
+        except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler must not end the worker
+            raised = exc
+        self._leave_if_forked(raised)
+        self._ended(execution, execution.end(), begun, returned, raised, in_thread=True)
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -212,13 +205,12 @@ class Executor:
     async def _run_coroutine(self, execution: Execution, handler: Handler) -> None:
         begun, returned, raised = False, None, None
         try:
-            begun = execution.begin(asyncio.current_task())
+            begun = execution.begin()
             if begun:
-                returned = await handler(self._context(execution))
-            self._leave_if_forked(None)
+                returned = await _awaited(execution, handler(self._context(execution)))
         except BaseException as exc:  # noqa: BLE001 -- neither cancellation nor SystemExit may reach the loop
-            self._leave_if_forked(exc)
             raised = exc
+        self._leave_if_forked(raised)
         self._ended(execution, execution.end(), begun, returned, raised, in_thread=False)
 
     def _leave_if_forked(self, raised: BaseException | None) -> None:
@@ -276,13 +268,11 @@ class Executor:
                         self._changed.acquire()
 
     def _out_of_time(self, execution: Execution) -> None:
-        """First alarm: stop the handler. Second: interrupt once more, should it have swallowed the first.
-        Third: go on without it."""
-        execution.alarms += 1
-        execution.alarm = time.monotonic() + STOP_MOMENT / 2
-        if execution.alarms <= 2:
+        """First alarm: tell the handler to stop. Second: go on without it."""
+        if not execution.overdue:
+            execution.overdue = True
+            execution.alarm = time.monotonic() + STOP_MOMENT
             execution.stop(StopReason.TIME_LIMIT)
-            execution.interrupt()
         else:
             execution.alarm = None
             self._abandon(execution)
@@ -314,3 +304,9 @@ class Executor:
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         thread.start()
         return thread
+
+
+async def _awaited(execution: Execution, coroutine: Awaitable[object]) -> object:
+    """What `coroutine` returns, in a task that is cancelled when the handler is told to stop."""
+    execution.run_as(asyncio.current_task())
+    return await coroutine

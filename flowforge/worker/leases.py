@@ -6,10 +6,12 @@ answer was lost is renewed by nobody. The same thread reports progress and prese
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import psycopg
 
@@ -39,7 +41,11 @@ ANNOUNCE_INTERVAL = 30.0
 
 
 class LeaseKeeper:
-    """A thread that renews leases. `hold`, `forget`, `renew_soon` and `progressed` are for any thread."""
+    """A thread that renews leases. `hold`, `forget` and `renew_soon` are for any thread.
+
+    What handlers call, directly or by their context, takes no lock that this thread or another of the worker
+    waits for: whatever a handler's thread does to itself, the leases of the others are kept.
+    """
 
     def __init__(
         self,
@@ -54,12 +60,12 @@ class LeaseKeeper:
         """`lease` in seconds, for what has none of its own; `on_crash` is told if the thread dies."""
         self._session, self._worker, self._queues, self._capacity = session, worker, list(queues), capacity
         self._lease, self._counts, self._on_crash = lease, counts, on_crash
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of these three
         self._held: set[Execution] = set()
-        self._next_renewal = float("inf")
-        self._moved: set[Execution] = set()
-        self._next_progress = float("inf")
+        self._next_renewal = self._next_progress = float("inf")
         self._next_announcement = 0.0
+        # Wakes the thread: an execution to renew at once, or None.
+        self._calls: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._main, name="flowforge-renew", daemon=True)
 
@@ -73,40 +79,33 @@ class LeaseKeeper:
         return len(self._held)
 
     def hold(self, executions: Sequence[Execution]) -> None:
-        """Renew the leases of `executions` from now on, each at a third of its length."""
-        with self._changed:
+        """Renew the leases of `executions` from now on, each at a third of its length, and report their
+        progress."""
+        if not executions:
+            return
+        renewal = min(each.renewed_at + each.claim.lease / 3 for each in executions)
+        progress = time.monotonic() + PROGRESS_INTERVAL
+        with self._lock:
             self._held.update(executions)
-            first = min(each.renewed_at + each.claim.lease / 3 for each in executions)
-            if first < self._next_renewal:
-                self._next_renewal = first
-                self._changed.notify()
+            sooner = renewal < self._next_renewal or progress < self._next_progress
+            self._next_renewal = min(self._next_renewal, renewal)
+            self._next_progress = min(self._next_progress, progress)
+        if sooner:
+            self._calls.put(None)
 
     def forget(self, executions: Iterable[Execution]) -> None:
         """Renew these no longer."""
-        with self._changed:
+        with self._lock:
             self._held.difference_update(executions)
-            self._moved.difference_update(executions)
 
     def renew_soon(self, execution: Execution) -> None:
         """Renew this one at once: what its own transaction had added to the lease was rolled back with it."""
-        with self._changed:
-            execution.renewed_at = float("-inf")
-            self._next_renewal = 0.0
-            self._changed.notify()
-
-    def progressed(self, execution: Execution) -> None:
-        """`execution.progress` is to be reported, together with what else comes within a second."""
-        with self._changed:
-            self._moved.add(execution)
-            if self._next_progress == float("inf"):
-                self._next_progress = time.monotonic() + PROGRESS_INTERVAL
-                self._changed.notify()
+        self._calls.put(execution)
 
     def close(self, timeout: float) -> None:
         """Take the announcement back and end, within about `timeout` seconds."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._closing = True
+        self._calls.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._session.sever()
@@ -117,12 +116,11 @@ class LeaseKeeper:
     def _main(self) -> None:
         try:
             while not self._closing:
-                retry_at = self._turn()
-                with self._changed:
+                retry_at, wait = self._turn(), 0.0
+                while wait >= 0 and not self._closing:
+                    self._wait(wait)
                     due = min(self._next_renewal, self._next_progress, self._next_announcement)
                     wait = max(due, retry_at) - time.monotonic()
-                    if wait > 0 and not self._closing:
-                        self._changed.wait(min(wait, 60.0))
             if self._session.healthy:
                 self._announce(0)
         except Unanswered:
@@ -132,6 +130,16 @@ class LeaseKeeper:
             self._on_crash(f"renewing leases broke down: {exc}")
         finally:
             self._session.close()
+
+    def _wait(self, seconds: float) -> None:
+        """Until called or the time is over."""
+        with suppress(queue.Empty):
+            execution = self._calls.get(timeout=seconds)
+            while True:
+                if execution is not None:
+                    with self._lock:
+                        execution.renewed_at = self._next_renewal = float("-inf")
+                execution = self._calls.get_nowait()
 
     def _turn(self) -> float:
         """Do what is due; until when to wait at least, after a failure."""
@@ -149,7 +157,7 @@ class LeaseKeeper:
         return 0.0
 
     def _renew(self, now: float) -> None:
-        with self._changed:
+        with self._lock:
             # Also what will be due soon, so that many leases do not become many statements.
             due = [
                 each
@@ -167,7 +175,7 @@ class LeaseKeeper:
                 except psycopg.Error as each_exc:
                     each.renewed_at = now
                     _log.error("renewal refused", task_run=each.claim.task_run_id, error=brief(each_exc))
-        with self._changed:
+        with self._lock:
             self._next_renewal = min(
                 (each.renewed_at + each.claim.lease / 3 for each in self._held if not each.finished),
                 default=float("inf"),
@@ -206,15 +214,16 @@ class LeaseKeeper:
         self.forget([execution])
 
     def _report_progress(self) -> None:
-        with self._changed:
-            ready = sorted(self._moved, key=lambda each: each.claim.task_run_id)
-            self._moved.clear()
-            self._next_progress = float("inf")
-        reports = [
-            (each.claim.task_run_id, each.claim.fencing_token, *each.progress)
-            for each in ready
-            if each.progress
-        ]
+        with self._lock:
+            held = sorted(self._held, key=lambda each: each.claim.task_run_id)
+            self._next_progress = time.monotonic() + PROGRESS_INTERVAL if held else float("inf")
+        reports = []
+        for each in held:
+            # Read once: the handler's thread puts another in its place at any moment.
+            progress = each.progress
+            if progress is not None and progress is not each.reported:
+                each.reported = progress
+                reports.append((each.claim.task_run_id, each.claim.fencing_token, *progress))
         if not reports:
             return
         try:

@@ -1,9 +1,12 @@
 """Leases that are kept, lost and outlived; cancel and time limits."""
 
 import asyncio
+import io
+import logging
 import threading
 
 from flowforge.definition import Retry, Workflow
+from flowforge.errors import TimeLimitExceeded
 from flowforge.worker.context import Context
 from tests.python.workbench import Bench, Gate, Witness
 from tests.services.process import wait_until
@@ -133,7 +136,7 @@ def test_time_limit_is_an_attempt_like_any_other(any_bench: Bench) -> None:
     @workflow.task(time_limit=0.5, retry=Retry(max_attempts=2, delay=0))
     def busy(ctx: Context) -> int:
         while ctx.attempt == 1:
-            pass
+            ctx.check_cancelled()
         return ctx.attempt
 
     any_bench.define(workflow)
@@ -142,3 +145,69 @@ def test_time_limit_is_an_attempt_like_any_other(any_bench: Bench) -> None:
         assert any_bench.wait_run(run) == ["succeeded"]
     assert any_bench.task(run, "busy")["output"] == 2
     assert any_bench.one("select error from flowforge.attempt") == "time limit of 0.5 s exceeded"
+
+
+def test_busy_handlers_past_their_time_limit_hold_up_nobody(bench: Bench) -> None:
+    """Each is logging or reporting progress when its time is over, at any instruction, with the locks of
+    logging and of the worker about to be taken: afterwards they can still be taken, and the worker works."""
+    busy, quick = Workflow("busy"), Workflow("quick")
+    stream = logging.StreamHandler(io.StringIO())
+    logger = logging.getLogger("tests.busy")
+    logger.propagate = False
+    logger.addHandler(stream)
+
+    @busy.task(time_limit=0.1)
+    def report(ctx: Context) -> None:
+        while True:
+            for _ in range(100):
+                ctx.progress(0.5, "on and on")
+            logger.info("on and on")
+            stream.setStream(io.StringIO())
+
+    quick.task(name="task")(lambda _: "done")
+    for each in (busy, quick):
+        bench.define(each)
+    runs = bench.trigger_many(busy, 200)
+    with bench.worker(busy, quick, lease=1, concurrency=8) as worker:
+        assert set(bench.wait_run(*runs)) == {"failed"}
+        run = bench.trigger(quick)
+        assert bench.wait_run(run) == ["succeeded"]
+        wait_until(lambda: not worker.worker.left_behind, "the end of every handler")
+    assert stream.lock is not None
+    assert stream.lock.acquire(timeout=60)
+    assert {error for (error,) in bench.all("select error from flowforge.attempt")} == {
+        "time limit of 0.1 s exceeded"
+    }
+
+
+def test_progress_raises_once_the_time_is_over(bench: Bench) -> None:
+    """A handler that reports needs no other look. Where the run is being cancelled it is only asked to stop,
+    and may go on."""
+    workflow = Workflow("w")
+    caught: list[BaseException] = []
+    gate = Gate()
+
+    @workflow.task(time_limit=0.3)
+    def late(ctx: Context) -> None:
+        try:
+            while True:
+                ctx.progress(0.5)
+        except BaseException as exc:
+            caught.append(exc)
+            raise
+
+    @workflow.task(lease=1)
+    def cancelled(ctx: Context) -> str:
+        gate.wait(until=lambda: gate.open() if ctx.cancelled else None)
+        ctx.progress(1.0)
+        return "finished"
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        gate.await_arrivals()
+        wait_until(lambda: bool(caught), "the end of the first")
+        bench.execute("select flowforge.cancel_run(%s, 'enough')", run)
+        bench.wait_run(run)
+    assert [type(exc) for exc in caught] == [TimeLimitExceeded]
+    assert bench.task(run, "cancelled")["output"] == "finished"
