@@ -8,6 +8,7 @@ something that cannot be called.
 from __future__ import annotations
 
 import functools
+import graphlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -217,7 +218,7 @@ class Workflow:
     def spec(self) -> dict[str, Any]:
         """The definition to store.
 
-        Raises InvalidDefinition when there is no task, or one depends on an unknown one.
+        Raises InvalidDefinition when there is no task, one depends on an unknown one, or they form a cycle.
         """
         if not self._tasks:
             raise InvalidDefinition(f"workflow {self.name!r} has no task: add one with @task")
@@ -229,6 +230,11 @@ class Workflow:
                         f"task {task.name!r} of workflow {self.name!r} depends on {upstream!r}, "
                         f"which is not one of its tasks: {known}"
                     )
+        try:
+            graphlib.TopologicalSorter({task.name: task.upstream for task in self._tasks.values()}).prepare()
+        except graphlib.CycleError as error:
+            cycle = " → ".join(error.args[1])
+            raise InvalidDefinition(f"the tasks of workflow {self.name!r} form a cycle: {cycle}") from None
         spec: dict[str, Any] = {"name": self.name, "tasks": [task.spec() for task in self._tasks.values()]}
         if self.description is not None:
             spec["description"] = self.description

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
 import sys
 from typing import Any
 
@@ -17,9 +18,11 @@ from flowforge.errors import FlowForgeError
 _COMMANDS = {
     "up": "daemons",
     "demo": "demo",
+    "define": "workflows",
+    "workflows": "workflows",
     "trigger": "runs",
     "runs": "runs",
-    "show": "runs",
+    "show": "show",
     "watch": "watch",
     "cancel": "runs",
     "retry": "runs",
@@ -53,8 +56,10 @@ class _Commands(click.Group):
             click.secho("error: ", err=True, fg="red", nl=False)
             click.echo(str(error), err=True)
             ctx.exit(exit_code(error))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             click.echo(err=True)
+            if str(error):
+                click.echo(str(error), err=True)
             ctx.exit(EXIT_INTERRUPTED)
 
 
@@ -84,4 +89,6 @@ def main() -> None:
         # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    # Ctrl-C, also where a script started this in the background and so had SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cli(prog_name="flowforge")

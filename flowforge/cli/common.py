@@ -18,6 +18,8 @@ from flowforge.errors import (
     FlowForgeError,
     MissingPrivilege,
     SchemaError,
+    from_database,
+    refusal,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +58,24 @@ def seconds(text: str) -> float:
     return number
 
 
+class Integer(click.IntRange):
+    """A whole number within bounds, called so in messages."""
+
+    name = "integer"
+
+
+run_argument = click.argument("run_id", type=Integer(1, 2**63 - 1), metavar="RUN")
+
+
+def parse_json(text: str) -> Any:
+    """The value of JSON text. Raises ValueError also for the constants that Python adds to JSON."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 # -- the database
 
 
@@ -79,39 +99,57 @@ def find_database(url: str | None) -> Config:
 
 
 @contextmanager
-def database(url: str | None) -> Iterator[db.Connection]:
-    """A connection to the database, whose errors are this project's own.
+def database(url: str | None, role: str = "flowforge_reader") -> Iterator[db.Connection]:
+    """A connection to the database, whose errors are this project's own and say what to do next: to members
+    of `role`, what is done on it is allowed.
 
     Raises FlowForgeError.
     """
     import psycopg
 
     from flowforge import db
-    from flowforge.errors import from_database
 
     config = find_database(url)
+    with acting(role):
+        try:
+            with db.connect(
+                config.database_url,
+                application_name="flowforge cli",
+                connect_timeout=config.connect_timeout,
+                read_write=False,
+            ) as connection:
+                yield connection
+        except psycopg.Error as error:
+            raise from_database(error) from error
+
+
+@contextmanager
+def acting(role: str | None = None) -> Iterator[None]:
+    """Adds to the errors of the block what to do next. `role` is the one that may do what is done in it."""
     try:
-        with db.connect(
-            config.database_url,
-            application_name="flowforge cli",
-            connect_timeout=config.connect_timeout,
-            read_write=False,
-        ) as connection:
-            yield connection
-    except psycopg.Error as error:
-        raise explained(from_database(error)) from error
+        yield
+    except FlowForgeError as error:
+        better = _explained(error, role)
+        if better is error:
+            raise
+        raise better from error.__cause__
 
 
-def explained(error: FlowForgeError) -> FlowForgeError:
-    """The error, with what to do next where its text does not say so."""
+def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
+    import psycopg
+
     text = str(error)
     if isinstance(error, DatabaseError) and error.sqlstate == "42P01":  # no such table or view
         return SchemaError(f"{text}: the schema is missing or too old; run `flowforge migrate`")
     if isinstance(error, DatabaseUnavailable):
         return DatabaseUnavailable(f"{text}: is PostgreSQL running at the given address?", error.sqlstate)
-    if isinstance(error, MissingPrivilege) and "remedy" not in text:
-        return MissingPrivilege(
-            f"{text}: grant the login flowforge_reader to read, flowforge_operator to act"
+    if isinstance(error, MissingPrivilege) and role is not None:
+        return MissingPrivilege(f"{text}; remedy: grant {role} to this login")
+    cause = error.__cause__
+    if isinstance(error, DatabaseError) and isinstance(cause, psycopg.Error) and (why := refusal(cause)):
+        return DatabaseError(
+            f"{text}: {why}; check the connection string (--database-url or FLOWFORGE_DATABASE_URL)",
+            error.sqlstate,
         )
     return error
 

@@ -1,4 +1,4 @@
-"""Finding workflows: `MODULE` or `MODULE:NAME`, as given to `flowforge worker` and `flowforge up`."""
+"""Finding workflows: `MODULE` or `MODULE:NAME`, as given to `flowforge worker`, `define` and `up`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_workflows(places: Iterable[str]) -> list[Workflow]:
     """The workflows of each module, or the one that is named after the colon; each once, in the order found.
 
     Modules are looked for in the present directory too. Raises ConfigError when there is nothing, or there
-    are two of one name.
+    are two of one name; InvalidDefinition for one that the database would not take, as far as can be told.
     """
     from flowforge.definition import Workflow
 
@@ -42,6 +42,8 @@ def load_workflows(places: Iterable[str]) -> list[Workflow]:
         for workflow in workflows:
             if found.setdefault(workflow.name, workflow) is not workflow:
                 raise ConfigError(f"two different workflows are called {workflow.name!r}: rename one")
+    for workflow in found.values():
+        workflow.spec()
     return list(found.values())
 
 

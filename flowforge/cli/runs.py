@@ -1,4 +1,4 @@
-"""The commands about runs: trigger, runs, show, cancel, retry."""
+"""The commands about runs but for those that show one: trigger, runs, cancel, retry."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flowforge.cli.common import (
-    console,
+    Integer,
+    acting,
     database,
     database_option,
     duration,
-    explained,
     find_database,
     json_option,
     local_time,
+    parse_json,
     print_json,
     print_table,
+    run_argument,
     seconds,
     select,
     state_text,
 )
 from flowforge.cli.exits import EXIT_FAILED
-from flowforge.errors import FlowForgeError, NotFound
+from flowforge.cli.watch import first_line, follow, goes_on, telling_how_to_go_on
+from flowforge.errors import FlowForgeError, MissingPrivilege, NotFound, WaitTimeout
 
 if TYPE_CHECKING:
-    from flowforge.client import RunResult
+    from flowforge.client import Client, RunResult
 
 _STATES = ("pending", "running", "cancelling", "succeeded", "failed", "cancelled")
-_run_argument = click.argument("run_id", type=click.IntRange(min=1), metavar="RUN")
 
 
 def _json(value: str) -> Any:
@@ -41,15 +43,11 @@ def _json(value: str) -> Any:
             value = sys.stdin.read()
         elif value.startswith("@"):
             value = Path(value[1:]).read_text(encoding="utf-8")
-        return json.loads(value, parse_constant=_refuse_constant)
+        return parse_json(value)
     except OSError as error:
         raise click.BadParameter(f"cannot read {value[1:]}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"not JSON: {error}") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -66,9 +64,7 @@ def _label(text: str) -> tuple[str, str]:
     "-i", "--input", "value", type=_json, default="{}", metavar="JSON|@FILE|-", help="Input. Default: {}."
 )
 @click.option("--idempotency-key", metavar="KEY", help="The same key and input give the same run.")
-@click.option(
-    "--version", type=click.IntRange(min=1), help="Version of the workflow. Default: the current one."
-)
+@click.option("--version", type=Integer(min=1), help="Version of the workflow. Default: the current one.")
 @click.option("--priority", type=int, default=0, help="The larger goes first. Default: 0.")
 @click.option(
     "--delay", type=seconds, metavar="TIME", default="0", help="Time before anything of it is dispatched."
@@ -108,44 +104,65 @@ def trigger(
     """
     from flowforge.client import Client
 
-    with _acting(), Client(find_database(database_url).database_url) as client:
-        run_id = client.trigger(
-            workflow,
-            value,
-            idempotency_key=idempotency_key,
-            version=version,
-            priority=priority,
-            delay=delay,
-            labels=dict(labels),
-        )
+    if len(dict(labels)) < len(labels):
+        raise click.UsageError("A label is given twice: each key can have one value.")
+    with Client(find_database(database_url).database_url) as client:
+        with acting("flowforge_client"):
+            try:
+                run_id = client.trigger(
+                    workflow,
+                    value,
+                    idempotency_key=idempotency_key,
+                    version=version,
+                    priority=priority,
+                    delay=delay,
+                    labels=dict(labels),
+                )
+            except NotFound as error:
+                if "no version" in str(error):
+                    raise
+                raise NotFound(
+                    f"there is no workflow {workflow!r}; register it: flowforge define MODULE; see which "
+                    "there are: flowforge workflows"
+                ) from error
         if not wait:
             print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
             return
-        _follow(database_url, run_id, timeout, quiet=as_json)
-        result = client.result(run_id)
+        try:
+            result = _await(client, database_url, run_id, timeout, quiet=as_json)
+        except BaseException as error:
+            # Whatever happened to the waiting: the caller learns which run it is.
+            if as_json:
+                print_json({"run_id": run_id, "workflow": workflow})
+            if isinstance(error, FlowForgeError) and not isinstance(error, WaitTimeout):
+                click.echo(goes_on(run_id), err=True)
+            raise
     _print_result(result, as_json)
     if not result.succeeded:
         ctx.exit(EXIT_FAILED)
 
 
-def _follow(database_url: str | None, run_id: int, timeout: float | None, *, quiet: bool) -> None:
+def _await(
+    client: Client, database_url: str | None, run_id: int, timeout: float | None, *, quiet: bool
+) -> RunResult:
+    """How the run ended; meanwhile, unless `quiet`, a picture of it on standard error."""
     from rich.console import Console
 
-    from flowforge.cli.watch import follow, snapshots
-
-    with database(database_url) as connection:
-        if quiet:
-            for _ in snapshots(connection, run_id, timeout):
-                pass
-        else:
+    with telling_how_to_go_on(run_id, timeout):
+        if not quiet:
             out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
-            follow(connection, run_id, out=out, timeout=timeout)
+            try:
+                with database(database_url) as connection:
+                    follow(connection, run_id, out=out, timeout=timeout)
+            except MissingPrivilege:
+                # A client may ask for the result of its run, and not see how it gets on.
+                click.echo(f"Waiting for run {run_id} (a live picture takes flowforge_reader).", err=True)
+        with acting("flowforge_client"):
+            return client.wait(run_id, timeout=timeout)
 
 
 def _print_result(result: RunResult, as_json: bool) -> None:
     from dataclasses import asdict
-
-    from flowforge.cli.watch import first_line
 
     if as_json:
         print_json(asdict(result))
@@ -161,8 +178,8 @@ def _print_result(result: RunResult, as_json: bool) -> None:
 @click.command()
 @click.option("--workflow", help="Only runs of this workflow.")
 @click.option("--state", type=click.Choice(_STATES), help="Only runs in this state.")
-@click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="At most so many. Default: 20.")
-@click.option("--after", type=click.IntRange(min=1), metavar="RUN", help="Only runs older than this one.")
+@click.option("-n", "--limit", type=Integer(1, 1000), default=20, help="At most so many. Default: 20.")
+@click.option("--after", type=Integer(min=1), metavar="RUN", help="Only runs older than this one.")
 @database_option
 @json_option
 @click.pass_context
@@ -254,141 +271,7 @@ def _run_row(run: dict[str, Any]) -> dict[str, object]:
 
 
 @click.command()
-@_run_argument
-@click.option("--elements", is_flag=True, help="List every element of maps, not only the failed ones.")
-@click.option("--output", "task", metavar="TASK", help="Print only this task's output, as JSON.")
-@database_option
-@json_option
-def show(run_id: int, elements: bool, task: str | None, database_url: str | None, as_json: bool) -> None:
-    """Show a run and its tasks.
-
-    Their states, what each waits for, attempts, durations, workers and errors; of a map its own row, and the
-    elements that failed. Then how earlier executions of them ended.
-
-    \b
-    Examples:
-      flowforge show 12
-      flowforge show 12 --output report > report.json
-    """
-    if task is not None:
-        from flowforge.client import Client
-
-        with _acting(), Client(find_database(database_url).database_url) as client:
-            print_json(client.result(run_id, task))
-        return
-    with database(database_url) as connection:
-        found = select(connection, "select * from flowforge.run_status where run_id = %s", [run_id])
-        if not found:
-            raise NotFound(f"there is no run {run_id}; see which there are: flowforge runs")
-        tasks = select(
-            connection,
-            "select * from flowforge.task_run_status where run_id = %s "
-            "and (map_index is null or %s or state = 'failed' and not superseded) order by task_run_id",
-            [run_id, elements],
-        )
-        attempts = select(
-            connection,
-            "select * from flowforge.attempt_status where run_id = %s order by task_run_id, fencing_token",
-            [run_id],
-        )
-    [run] = found
-    if as_json:
-        print_json({"run": run, "tasks": tasks, "attempts": attempts})
-        return
-    _print_run(run)
-    click.echo()
-    columns = {"task": "task", "state": "state", "attempt": "attempt", "took": "duration", "worker": "worker"}
-    print_table(columns | {"note": "notes"}, [_task_row(each) for each in tasks])
-    shown = {each["task_run_id"]: (each["attempt"], each["fencing_token"]) for each in tasks}
-    earlier = [
-        each
-        for each in attempts
-        if (each["attempt"], each["fencing_token"]) < shown.get(each["task_run_id"], (0, 0))
-    ]
-    if earlier:
-        click.echo("\nEarlier executions:")
-        columns = {"task": "task", "attempt": "attempt", "outcome": "outcome", "took": "duration"}
-        print_table(columns | {"worker": "worker", "note": "notes"}, [_attempt_row(each) for each in earlier])
-    for each in tasks:
-        # The table has the first line of the last attempt's error.
-        if each["error"] and (each["state"] != "failed" or "\n" in each["error"].strip()):
-            click.echo()
-            click.secho(f"{_task_name(each)}, attempt {each['attempt']}:", bold=True)
-            click.echo("\n".join(f"  {line}".rstrip() for line in each["error"].strip().splitlines()))
-
-
-def _print_run(run: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    out = console()
-    facts: dict[str, Any] = {
-        "state": state_text(run["state"]) if out.is_terminal else run["state"],
-        "triggered": local_time(run["created_at"]),
-        "finished": local_time(run["finished_at"]),
-        "duration": duration(run["duration"]),
-        "priority": run["priority"] or None,
-        "key": run["idempotency_key"],
-        "labels": ", ".join(f"{key}={value}" for key, value in run["labels"].items()),
-        "cancelled": run["cancel_reason"] or (local_time(run["cancel_requested_at"])),
-    }
-    out.print(
-        Text.assemble(
-            ("Run ", ""),
-            (str(run["run_id"]), "bold"),
-            " of ",
-            (run["workflow"], "bold"),
-            f" v{run['version']}",
-        )
-    )
-    for name, value in facts.items():
-        if value:
-            out.print(Text.assemble((f"  {name:<10} ", "dim"), value))
-
-
-def _task_name(task: dict[str, Any]) -> str:
-    return task["task"] if task["map_index"] is None else f"{task['task']}[{task['map_index']}]"
-
-
-def _task_row(task: dict[str, Any]) -> dict[str, object]:
-    from flowforge.cli.watch import first_line
-
-    notes = []
-    if task["waits"]:
-        notes.append(f"waits: {task['waits']}" if task["state"] in ("pending", "ready") else task["waits"])
-    if task["map_count"] is not None and task["state"] != "pending":
-        notes.append(f"{task['map_count']} elements")
-    if task["progress"] is not None and task["state"] == "running":
-        notes.append(f"{task['progress']:.0%} {task['progress_message'] or ''}".strip())
-    if task["reaps"]:
-        notes.append(f"taken back {task['reaps']} of at most {task['max_reaps']} times from a lost worker")
-    if task["error"] and task["state"] == "failed":
-        notes.append(first_line(task["error"])[:200])
-    ran = task["started_at"] is not None
-    return {
-        "task": _task_name(task),
-        "state": state_text(task["state"]),
-        "attempt": f"{task['attempt']}/{task['max_attempts']}" if ran else None,
-        "took": duration(task["duration"]),
-        "worker": task["worker"],
-        "note": "; ".join(notes),
-    }
-
-
-def _attempt_row(attempt: dict[str, Any]) -> dict[str, object]:
-    from flowforge.cli.watch import first_line
-
-    return {
-        "task": _task_name(attempt),
-        "attempt": str(attempt["attempt"]),
-        "outcome": attempt["outcome"],
-        "took": duration(attempt["duration"]),
-        "worker": attempt["worker"],
-        "note": first_line(attempt["error"] or "")[:200],
-    }
-
-
-@click.command()
-@_run_argument
+@run_argument
 @click.option("--reason", help="Kept with the run.")
 @database_option
 @json_option
@@ -408,7 +291,7 @@ def cancel(
     """
     from flowforge.client import Client
 
-    with _acting(), Client(find_database(database_url).database_url) as client:
+    with acting("flowforge_client"), Client(find_database(database_url).database_url) as client:
         changed = client.cancel(run_id, reason=reason)
     if as_json:
         print_json({"run_id": run_id, "changed": changed})
@@ -423,7 +306,7 @@ def cancel(
 
 
 @click.command()
-@_run_argument
+@run_argument
 @click.option("--from", "from_task", metavar="TASK", help="Run this task and everything below it again.")
 @click.option("--request-id", metavar="ID", help="Asking again with the same id resets nothing further.")
 @database_option
@@ -450,28 +333,15 @@ def retry(
     """
     from flowforge.client import Client
 
-    with _acting(), Client(find_database(database_url).database_url) as client:
+    with acting("flowforge_operator"), Client(find_database(database_url).database_url) as client:
         reset = client.retry(run_id, from_task=from_task, request_id=request_id)
     if as_json:
         print_json({"run_id": run_id, "reset": reset})
     else:
         click.echo(
-            f"Run {run_id}: {reset} task runs are run again."
+            f"Run {run_id}: {reset} task {'run is' if reset == 1 else 'runs are'} run again."
             if reset
             else f"Run {run_id}: nothing to run again."
         )
     if not reset:
         ctx.exit(EXIT_FAILED)
-
-
-class _acting:  # noqa: N801 - reads as a verb where it is used
-    """Adds to an error of a client what to do next."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FlowForgeError):
-            better = explained(error)
-            if better is not error:
-                raise better from error

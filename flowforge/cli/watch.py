@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from flowforge.cli.common import (
     duration,
     json_option,
     print_json,
+    run_argument,
     seconds,
     select,
     state_text,
@@ -79,7 +81,7 @@ def snapshots(connection: db.Connection, run_id: int, timeout: float | None = No
         if present.ended:
             return
         if deadline is not None and time.monotonic() >= deadline:
-            raise WaitTimeout(f"run {run_id} goes on after {timeout:g} s; watch it: flowforge watch {run_id}")
+            raise WaitTimeout
         time.sleep(_POLL)
 
 
@@ -243,7 +245,8 @@ def _note(task: dict[str, Any]) -> Any:
     elif task["waits"] and task["state"] in ("pending", "ready"):
         parts.append(f"waits: {task['waits']}")
     if task["attempt"] > 1:
-        parts.append(f"attempt {task['attempt']} of {task['max_attempts']}")
+        of = f" of {task['max_attempts']}" if task["attempt"] <= task["max_attempts"] else ""
+        parts.append(f"attempt {task['attempt']}{of}")
     if task["progress_message"] and task["state"] == "running":
         parts.append(task["progress_message"])
     return Text(", ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
@@ -254,8 +257,24 @@ def first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
+def goes_on(run_id: int) -> str:
+    """What to tell whoever no longer waits for a run."""
+    return f"Run {run_id} goes on: flowforge watch {run_id}, or flowforge cancel {run_id}"
+
+
+@contextmanager
+def telling_how_to_go_on(run_id: int, timeout: float | None) -> Iterator[None]:
+    """A wait for the run, whose end before the run's says how to go on."""
+    try:
+        yield
+    except WaitTimeout:
+        raise WaitTimeout(f"not ended after {timeout:g} s. {goes_on(run_id)}") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(goes_on(run_id)) from None
+
+
 @click.command()
-@click.argument("run_id", type=click.IntRange(min=1), metavar="RUN")
+@run_argument
 @click.option("--timeout", type=seconds, metavar="TIME", help="Stop watching after this long (exit code 9).")
 @database_option
 @json_option
@@ -275,7 +294,7 @@ def watch(
     """
     from flowforge.cli.common import console
 
-    with database(database_url) as connection:
+    with telling_how_to_go_on(run_id, timeout), database(database_url) as connection:
         last = follow(connection, run_id, out=console(), as_json=as_json, timeout=timeout)
     if last.run["state"] != "succeeded":
         ctx.exit(EXIT_FAILED)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from psycopg.conninfo import make_conninfo
 
 from flowforge import Client, Workflow, errors, runner
 from flowforge.cli import cli, exits
@@ -92,6 +93,11 @@ def test_login_without_the_privilege(db: Database) -> None:
     with Client(db.dsn) as client:
         client.define(flow)
     assert shell("trigger", "orders").stdout == "1\n"
+    assert shell("retry", 1, code=exits.EXIT_PRIVILEGE).stderr.count("grant flowforge_operator to") == 1
+    reader = Shell(db.create_login("flowforge_reader"))
+    for command in (("trigger", "orders"), ("cancel", 1), ("show", 1, "--output", "fetch")):
+        refused = reader(*command, code=exits.EXIT_PRIVILEGE).stderr
+        assert refused.count("grant") == refused.count("grant flowforge_client to") == 1, refused
 
 
 def test_flag_wins_over_the_environment(db: Database) -> None:
@@ -99,7 +105,14 @@ def test_flag_wins_over_the_environment(db: Database) -> None:
     shell("runs", "--database-url", db.dsn, code=exits.EXIT_FAILED)
 
 
-# -- loading workflows
+def test_refused_connection_says_what_to_check(db: Database) -> None:
+    wrong = Shell(make_conninfo(db.dsn, dbname="nosuch"))
+    for command in (("runs",), ("trigger", "orders")):
+        told = wrong(*command, code=exits.EXIT_DATABASE).stderr
+        assert "the database does not exist; check the connection string" in told
+
+
+# -- registering workflows
 
 
 @pytest.fixture
@@ -113,8 +126,73 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path.remove(str(tmp_path))
 
 
+JOBS = """
+from flowforge import Workflow
+{0} = Workflow({0!r})
+{0}.task(name="hello")(print)
+{0}.task(name="bye", after="hello")(print)
+"""
+
+
+def test_define_registers_modules_and_files(db: Database, modules: Path) -> None:
+    """With no more than the client's role; the same again is known, other content a new version."""
+    (modules / "jobs_a.py").write_text(JOBS.format("first") + JOBS.format("second"))
+    (modules / "third.json").write_text('{"name": "third", "tasks": [{"name": "only"}]}')
+    client, admin = Shell(db.create_login("flowforge_client")), Shell(db.dsn)
+    assert "flowforge define MODULE" in admin("workflows", code=exits.EXIT_FAILED).stderr
+    told = client("define", "jobs_a", "third.json").stdout
+    assert told == "first v1: new\nsecond v1: new\nthird v1: new\n"
+    assert client("define", "jobs_a:second").stdout == "second v1: known already\n"
+    changed = '{"name": "third", "tasks": [{"name": "only"}, {"name": "more"}]}'
+    assert json.loads(client("define", "-", "--json", stdin=changed).stdout) == {
+        "workflow": "third",
+        "version": 2,
+        "created": True,
+    }
+    listed = admin.documents("workflows")
+    kept = [(each["workflow"], each["version"], each["tasks"], each["versions"]) for each in listed]
+    assert kept == [("first", 1, 2, 1), ("second", 1, 2, 1), ("third", 2, 2, 2)]
+    heading, *rows = admin("workflows").stdout.splitlines()
+    assert heading.split() == ["workflow", "version", "tasks", "registered", "versions"]
+    assert re.fullmatch(r"third +2 +2 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +2", rows[-1])
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "says"),
+    [
+        ("jobs_missing", exits.EXIT_CONFIG, "no module 'jobs_missing'"),
+        ("missing.json", exits.EXIT_CONFIG, "cannot read missing.json: No such file"),
+        ("bad.json", exits.EXIT_CONFIG, "bad.json is not JSON: "),
+        ("nan.json", exits.EXIT_CONFIG, "nan.json is not JSON: NaN"),
+        ("list.json", exits.EXIT_USAGE, "list.json: .*must be an object"),
+        ("empty.json", exits.EXIT_USAGE, "empty.json: .*tasks"),
+        ("jobs_circle", exits.EXIT_USAGE, "the tasks of workflow 'circle' form a cycle: a → b → a"),
+        ("jobs_empty", exits.EXIT_USAGE, "workflow 'empty' has no task"),
+    ],
+)
+def test_define_refuses_what_will_not_do(
+    db: Database, modules: Path, source: str, code: int, says: str
+) -> None:
+    """In one line that names the file or workflow, and before anything is registered."""
+    (modules / "jobs_good.py").write_text(JOBS.format("good"))
+    (modules / "jobs_circle.py").write_text(
+        JOBS.format("circle") + "circle.task(name='a', after='b')(id)\ncircle.task(name='b', after='a')(id)"
+    )
+    (modules / "jobs_empty.py").write_text("from flowforge import Workflow\nempty = Workflow('empty')")
+    for name, text in {"bad": "{", "nan": '{"name": NaN}', "list": "[]", "empty": '{"name": "x"}'}.items():
+        (modules / f"{name}.json").write_text(text)
+    shell = Shell(db.dsn)
+    told = shell("define", *([] if source.endswith(".json") else ["jobs_good"]), source, code=code)
+    assert told.stdout == ""
+    assert re.fullmatch(rf"error: {says}.*\n", told.stderr), told.stderr
+    assert shell.documents("workflows", code=exits.EXIT_FAILED) == []
+
+
+# -- loading workflows
+
+
 def test_workflows_are_found_in_modules(modules: Path) -> None:
-    two = "from flowforge import Workflow\none = Workflow('one')\ntwo = Workflow('two')\nalias = one\n"
+    two = JOBS.format("one") + JOBS.format("two") + "alias = one\n"
     (modules / "jobs_two.py").write_text(two)
     (modules / "jobs_again.py").write_text("from jobs_two import one\n")
     assert [each.name for each in load_workflows(["jobs_two"])] == ["one", "two"]

@@ -1,8 +1,10 @@
 """The commands about runs: what each prints for people, for programs and on a terminal, and how it ends."""
 
+import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -84,8 +86,54 @@ def test_trigger_wait_ends_with_the_run(live: Shell) -> None:
 
 def test_trigger_wait_gives_up_in_time(shell: Shell) -> None:
     result = shell("trigger", "orders", "-w", "--timeout", "0.1s", code=exits.EXIT_TIMEOUT)
-    assert "goes on" in result.stderr
-    assert "flowforge watch 1" in result.stderr
+    assert "Run 1 goes on: flowforge watch 1, or flowforge cancel 1" in result.stderr
+    result = shell("trigger", "orders", "-w", "--timeout", "0.1s", "--json", code=exits.EXIT_TIMEOUT)
+    assert json.loads(result.stdout) == {"run_id": 2, "workflow": "orders"}
+    assert "flowforge watch 2" in result.stderr
+
+
+def test_trigger_wait_needs_the_clients_role_alone(live: Shell, db: Database) -> None:
+    """Without the views there is no picture, and the result all the same, of one run."""
+    client = Shell(db.create_login("flowforge_client"))
+    waited = client("trigger", "orders", "-w", "--timeout", "60")
+    assert waited.stdout == "total: 30\n"
+    assert waited.stderr == "Waiting for run 1 (a live picture takes flowforge_reader).\n"
+    assert client.document("trigger", "orders", "-w")["outputs"] == {"total": 30}
+    failed = client("trigger", "orders", "-w", "-i", '{"bad": 1}', code=exits.EXIT_FAILED)
+    assert "price failed" in failed.stderr
+    late = client("trigger", "orders", "-w", "--delay", "1h", "--timeout", "0.1", code=exits.EXIT_TIMEOUT)
+    assert "Run 4 goes on: flowforge watch 4" in late.stderr
+    with db.connect() as connection:
+        assert connection.execute("select from flowforge.run").rowcount == 4
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    "command", [("trigger", "orders", "--wait"), ("watch", "1")], ids=["trigger", "watch"]
+)
+def test_ctrl_c_says_that_the_run_goes_on(shell: Shell, command: tuple[str, ...], ignored: bool) -> None:
+    """Also where the shell of a script has SIGINT ignored in what it starts in the background."""
+    if command[0] == "watch":
+        shell("trigger", "orders")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flowforge", *command],
+            env=os.environ | shell.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        pictures = process.stdout if command[0] == "watch" else process.stderr
+        assert pictures is not None
+        assert pictures.readline() == "run 1 of orders: pending\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == exits.EXIT_INTERRUPTED
+    assert err == "\nRun 1 goes on: flowforge watch 1, or flowforge cancel 1\n"
 
 
 def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> None:
@@ -116,6 +164,8 @@ def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> No
         (["--delay", "-1"], "not a length of time"),
         (["--label", "novalue"], "KEY=VALUE"),
         (["--priority", "high"], "integer"),
+        (["--version", "abc"], "'abc' is not a valid integer\\."),
+        (["-l", "team=a", "-l", "team=b"], "given twice"),
         (["--nonsense"], "No such option"),
     ],
 )
@@ -126,7 +176,8 @@ def test_wrong_use_is_told(shell: Shell, arguments: list[str], says: str) -> Non
 def test_refusals_of_the_database_are_one_line(shell: Shell) -> None:
     shell("trigger", "orders", "--idempotency-key", "k")
     for arguments, code, says in (
-        (("trigger", "nosuch"), exits.EXIT_FAILED, "nosuch"),
+        (("trigger", "nosuch"), exits.EXIT_FAILED, "'nosuch'; register it: flowforge define"),
+        (("trigger", "nosuch", "--version", 2), exits.EXIT_FAILED, "'nosuch'; register it: flowforge define"),
         (("trigger", "orders", "--version", "7"), exits.EXIT_FAILED, "no version 7"),
         (("trigger", "orders", "--idempotency-key", "k", "-i", "1"), exits.EXIT_REFUSED, "'k'"),
         (("trigger", "orders", "--priority", "1000000000"), exits.EXIT_USAGE, "priority"),
@@ -219,6 +270,52 @@ def test_show_output_is_the_bare_json(live: Shell) -> None:
     live("trigger", "orders", "-w")
     assert live("show", 1, "--output", "price").stdout == "[0, 10, 20]\n"
     assert live("show", 1, "--output", "total").stdout == "30\n"
+
+
+def test_show_output_of_what_did_not_succeed_is_an_error(db: Database) -> None:
+    """An output that is null is one."""
+    mixed = Workflow("mixed")
+    mixed.task(name="nothing")(glad)
+    mixed.task(name="broken")(sad)
+    shell = Shell(db.dsn)
+    with running(Config(database_url=db.dsn), mixed):
+        shell("trigger", "mixed", "-w", code=exits.EXIT_FAILED)
+        assert shell("show", 1, "--output", "nothing").stdout == "null\n"
+        refused = shell("show", 1, "--output", "broken", code=exits.EXIT_FAILED)
+        assert refused.stdout == ""
+        assert refused.stderr == "error: task 'broken' of run 1 has not succeeded: it has no output\n"
+        assert shell("retry", 1).stdout == "Run 1: 1 task run is run again.\n"
+
+
+def test_show_tells_the_errors_of_a_big_map_in_short(db: Database) -> None:
+    """The tracebacks of the last three, and how many more there are; each has its line in the table."""
+    wide = Workflow("wide")
+    wide.task(name="numbers")(ten)
+    wide.task(name="work", map="numbers")(broken)
+    shell = Shell(db.dsn)
+    with running(Config(database_url=db.dsn), wide):
+        shell("trigger", "wide", "-w", code=exits.EXIT_FAILED)
+    shown = shell("show", 1).stdout
+    assert shown.count('raise ValueError("no luck")') == 3
+    assert "\n7 more errors are left out: flowforge show 1 --json\n" in shown
+    assert len(re.findall(r"^work\[\d\] +failed .* no luck", shown, re.MULTILINE)) == 10
+
+
+def test_show_of_a_cancelled_run_does_not_say_so_for_each_task(shell: Shell, db: Database) -> None:
+    shell("trigger", "orders")
+    shell("cancel", 1)
+    with db.connect() as connection:
+        connection.execute("select flowforge.cancel_leftovers(100), flowforge.settle_finished()")
+    shown = shell("show", 1).stdout
+    assert re.search(r"^fetch +cancelled", shown, re.MULTILINE)
+    assert "the run was cancelled" not in shown
+
+
+def test_show_of_a_retried_task_has_no_attempt_beyond_its_budget(live: Shell) -> None:
+    live("trigger", "orders", "-i", '{"bad": 1}', "-w", code=1)
+    live("retry", 1)
+    live("watch", 1, code=1)
+    assert re.search(r"^price\[1\] +failed +2 ", live("show", 1).stdout, re.MULTILINE)
 
 
 def test_a_page_of_runs_is_read_from_the_end_of_an_index(db: Database) -> None:
@@ -397,6 +494,14 @@ def glad(ctx: Context) -> None: ...
 
 def sad(ctx: Context) -> None:
     raise PermanentError("no")
+
+
+def ten(ctx: Context) -> list[int]:
+    return list(range(10))
+
+
+def broken(ctx: Context) -> None:
+    raise ValueError("no luck")
 
 
 def test_durations_read_well() -> None:

@@ -151,6 +151,16 @@ def test_obvious_mistakes_are_refused_where_they_are_made(wrong: Callable[[], ob
     assert isinstance(refusal.value, FlowForgeError)
 
 
+def test_cycle_is_told_with_its_path() -> None:
+    """Before anything is started, as `flowforge up` would for it."""
+    flow = Workflow("flow")
+    flow.task(name="a", after="c")(lambda ctx: None)
+    flow.task(name="b", after="a")(lambda ctx: None)
+    flow.task(name="c", after="b")(lambda ctx: None)
+    with pytest.raises(InvalidDefinition, match=r"'flow' form a cycle: \w → \w → \w → \w$"):
+        flow.spec()
+
+
 def test_defaults_are_those_of_the_database(db: Database) -> None:
     """What Retry fills in equals what the database fills in, so both are one version."""
 
@@ -167,10 +177,9 @@ def test_defaults_are_those_of_the_database(db: Database) -> None:
 
 
 def test_database_is_the_authority(db: Database) -> None:
-    """A cycle passes Python and is refused by the database, by the same kind of error."""
+    """What passes Python and is refused by the database is the same kind of error."""
     flow = Workflow("flow")
-    flow.task(name="a", after="b")(lambda ctx: None)
-    flow.task(name="b", after="a")(lambda ctx: None)
-    with Client(db.dsn) as client, pytest.raises(InvalidDefinition, match="cycle") as refusal:
+    flow.task(name="a", priority=10**9)(lambda ctx: None)
+    with Client(db.dsn) as client, pytest.raises(InvalidDefinition, match="priority") as refusal:
         client.define(flow)
     assert refusal.value.sqlstate == "WF003"

@@ -1,0 +1,184 @@
+"""The command show: one run, its tasks, and what became of their executions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from flowforge.cli.common import (
+    console,
+    database,
+    database_option,
+    duration,
+    json_option,
+    local_time,
+    print_json,
+    print_table,
+    run_argument,
+    select,
+    state_text,
+)
+from flowforge.cli.watch import first_line
+from flowforge.errors import NotFound
+
+# So many errors are shown in full. Whoever needs those of a whole map takes --json.
+_FULL_ERRORS = 3
+_CANCELLED = "the run was cancelled"
+
+
+@click.command()
+@run_argument
+@click.option("--elements", is_flag=True, help="List every element of maps, not only the failed ones.")
+@click.option("--output", "task", metavar="TASK", help="Print only this task's output, as JSON.")
+@database_option
+@json_option
+def show(run_id: int, elements: bool, task: str | None, database_url: str | None, as_json: bool) -> None:
+    """Show a run and its tasks.
+
+    Their states, what each waits for, attempts, durations, workers and errors; of a map its own row, and the
+    elements that failed. Then how earlier executions of them ended.
+
+    \b
+    Examples:
+      flowforge show 12
+      flowforge show 12 --output report > report.json
+    """
+    if task is not None:
+        _print_output(database_url, run_id, task)
+        return
+    with database(database_url) as connection:
+        found = select(connection, "select * from flowforge.run_status where run_id = %s", [run_id])
+        if not found:
+            raise NotFound(f"there is no run {run_id}; see which there are: flowforge runs")
+        tasks = select(
+            connection,
+            "select * from flowforge.task_run_status where run_id = %s "
+            "and (map_index is null or %s or state = 'failed' and not superseded) order by task_run_id",
+            [run_id, elements],
+        )
+        attempts = select(
+            connection,
+            "select * from flowforge.attempt_status where run_id = %s order by task_run_id, fencing_token",
+            [run_id],
+        )
+    [run] = found
+    if as_json:
+        print_json({"run": run, "tasks": tasks, "attempts": attempts})
+        return
+    _print_run(run)
+    click.echo()
+    columns = {"task": "task", "state": "state", "attempt": "attempt", "took": "duration", "worker": "worker"}
+    print_table(columns | {"note": "notes"}, [_task_row(each) for each in tasks])
+    shown = {each["task_run_id"]: (each["attempt"], each["fencing_token"]) for each in tasks}
+    earlier = [
+        each
+        for each in attempts
+        if (each["attempt"], each["fencing_token"]) < shown.get(each["task_run_id"], (0, 0))
+    ]
+    if earlier:
+        click.echo("\nEarlier executions:")
+        columns = {"task": "task", "attempt": "attempt", "outcome": "outcome", "took": "duration"}
+        print_table(columns | {"worker": "worker", "note": "notes"}, [_attempt_row(each) for each in earlier])
+    _print_errors(run_id, tasks)
+
+
+def _print_output(database_url: str | None, run_id: int, task: str) -> None:
+    with database(database_url, "flowforge_client") as connection:
+        [found] = select(
+            connection,
+            "select flowforge.task_output(run_id => %s::bigint, task => %s)::text as output",
+            [run_id, task],
+        )
+    if found["output"] is None:  # an output that is null would be the text of it
+        raise NotFound(f"task {task!r} of run {run_id} has not succeeded: it has no output")
+    click.echo(found["output"])
+
+
+def _print_errors(run_id: int, tasks: list[dict[str, Any]]) -> None:
+    """What the table does not say of the errors, of the latest of them only: it has the first line of each
+    failed task."""
+    told = [each for each in tasks if each["error"] and _is_more_to_tell(each)]
+    # What has not ended was attempted before, and has the latest error of all.
+    told.sort(key=lambda each: (each["finished_at"] is None, each["finished_at"] or 0))
+    for each in told[-_FULL_ERRORS:]:
+        click.echo()
+        click.secho(f"{_task_name(each)}, attempt {each['attempt']}:", bold=True)
+        click.echo("\n".join(f"  {line}".rstrip() for line in each["error"].strip().splitlines()))
+    if len(told) > _FULL_ERRORS:
+        click.echo(f"\n{len(told) - _FULL_ERRORS} more errors are left out: flowforge show {run_id} --json")
+
+
+def _is_more_to_tell(task: dict[str, Any]) -> bool:
+    error = task["error"].strip()
+    if task["state"] == "failed":
+        return "\n" in error
+    return not (task["state"] == "cancelled" and error == _CANCELLED)
+
+
+def _print_run(run: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    out = console()
+    facts: dict[str, Any] = {
+        "state": state_text(run["state"]) if out.is_terminal else run["state"],
+        "triggered": local_time(run["created_at"]),
+        "finished": local_time(run["finished_at"]),
+        "duration": duration(run["duration"]),
+        "priority": run["priority"] or None,
+        "key": run["idempotency_key"],
+        "labels": ", ".join(f"{key}={value}" for key, value in run["labels"].items()),
+        "cancelled": run["cancel_reason"] or (local_time(run["cancel_requested_at"])),
+    }
+    out.print(
+        Text.assemble(
+            ("Run ", ""),
+            (str(run["run_id"]), "bold"),
+            " of ",
+            (run["workflow"], "bold"),
+            f" v{run['version']}",
+        )
+    )
+    for name, value in facts.items():
+        if value:
+            out.print(Text.assemble((f"  {name:<10} ", "dim"), value))
+
+
+def _task_name(task: dict[str, Any]) -> str:
+    return task["task"] if task["map_index"] is None else f"{task['task']}[{task['map_index']}]"
+
+
+def _task_row(task: dict[str, Any]) -> dict[str, object]:
+    notes = []
+    if task["waits"]:
+        notes.append(f"waits: {task['waits']}" if task["state"] in ("pending", "ready") else task["waits"])
+    if task["map_count"] is not None and task["state"] != "pending":
+        notes.append(f"{task['map_count']} elements")
+    if task["progress"] is not None and task["state"] == "running":
+        notes.append(f"{task['progress']:.0%} {task['progress_message'] or ''}".strip())
+    if task["reaps"]:
+        notes.append(f"taken back {task['reaps']} of at most {task['max_reaps']} times from a lost worker")
+    if task["error"] and task["state"] == "failed":
+        notes.append(first_line(task["error"])[:200])
+    ran = task["started_at"] is not None
+    # Each retry of the run grants a budget of its own, which the number goes beyond.
+    of = f"/{task['max_attempts']}" if task["attempt"] <= task["max_attempts"] else ""
+    return {
+        "task": _task_name(task),
+        "state": state_text(task["state"]),
+        "attempt": f"{task['attempt']}{of}" if ran else None,
+        "took": duration(task["duration"]),
+        "worker": task["worker"],
+        "note": "; ".join(notes),
+    }
+
+
+def _attempt_row(attempt: dict[str, Any]) -> dict[str, object]:
+    return {
+        "task": _task_name(attempt),
+        "attempt": str(attempt["attempt"]),
+        "outcome": attempt["outcome"],
+        "took": duration(attempt["duration"]),
+        "worker": attempt["worker"],
+        "note": first_line(attempt["error"] or "")[:200],
+    }
