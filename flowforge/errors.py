@@ -15,7 +15,9 @@ No message holds a password or a payload.
         WaitTimeout             a run had not ended when the time to wait for it was over
         EmbeddedPostgresError   the private PostgreSQL could not be started or kept
         BrokerError
-            BrokerUnavailable, BrokerBlocked, BrokerMisconfigured
+            BrokerUnavailable, BrokerBlocked
+            BrokerMisconfigured
+                BrokerForbidden
         PermanentError          raised by a handler: no further attempt
         Cancelled               inside a handler: its run is being cancelled, or its lease is lost
         TimeLimitExceeded       inside a handler: the task's time limit has passed
@@ -140,6 +142,10 @@ class BrokerBlocked(BrokerError):
 class BrokerMisconfigured(BrokerError):
     """The broker will go on refusing until someone changes it: a queue or exchange with other arguments, a
     wrong password, a missing virtual host or permission. The message names it."""
+
+
+class BrokerForbidden(BrokerMisconfigured):
+    """The user of the broker lacks a permission. It can be granted at any time, so it is waited for."""
 
 
 class PermanentError(FlowForgeError):

@@ -13,12 +13,15 @@ from collections.abc import Iterable
 from flowforge import db, log
 from flowforge.broker import Message, Outcome, PublishChannel
 from flowforge.config import Config
-from flowforge.errors import ConfigError
+from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable, ConfigError
 from flowforge.runner import Daemon, crash_point
 
 
 class Publisher(Daemon):
-    """The duty of the publisher, for `runner.run`. Raises ConfigError when no broker is configured."""
+    """The duty of the publisher, for `runner.run`. Raises ConfigError when no broker is configured.
+
+    What the broker refuses for good ends it until its first tick has succeeded; from then on, and a missing
+    permission from the start, is waited for: health names it, and nothing is marked."""
 
     name = "publisher"
     role = "flowforge_publisher"
@@ -42,6 +45,8 @@ class Publisher(Daemon):
         self._channel = PublishChannel(config, self.name)
         self._channel.start()
         self._new_connection = True
+        self._started = False
+        self._told = ""
         self.tick_limit = 60.0 + config.confirm_timeout + config.blocked_timeout
 
     def on_connect(self) -> None:
@@ -51,6 +56,19 @@ class Publisher(Daemon):
         self._channel.close()
 
     def tick(self, conn: db.Connection) -> int:
+        try:
+            done = self._tick(conn)
+        except BrokerMisconfigured as exc:
+            if not self._started and not isinstance(exc, BrokerForbidden):
+                raise
+            if self._told != str(exc):
+                self._log.error("the broker is misconfigured; waiting for the remedy", error=str(exc))
+            self._told = str(exc)
+            raise BrokerUnavailable(str(exc)) from exc
+        self._started, self._told = True, ""
+        return done
+
+    def _tick(self, conn: db.Connection) -> int:
         self._channel.wait_ready(1.0)
         self._channel.check()
         if self._new_connection:

@@ -17,7 +17,13 @@ from pika.adapters.select_connection import IOLoop
 from flowforge import log
 from flowforge.config import Config, without_password
 from flowforge.db import Backoff
-from flowforge.errors import BrokerBlocked, BrokerError, BrokerMisconfigured, BrokerUnavailable
+from flowforge.errors import (
+    BrokerBlocked,
+    BrokerError,
+    BrokerForbidden,
+    BrokerMisconfigured,
+    BrokerUnavailable,
+)
 
 # Whatever it has to say arrives here as an exception and is logged once, by us.
 logging.getLogger("pika").setLevel(logging.CRITICAL)
@@ -69,6 +75,7 @@ class Client(threading.Thread, abc.ABC):
         self._turn = 0
         self._changed = threading.Condition()
         self._was_connected = False
+        self._unblocked_state: State = "connecting"  # what it is when not blocked, on this connection
         self._closing = False
         self._ended = False
 
@@ -149,6 +156,7 @@ class Client(threading.Thread, abc.ABC):
         parameters.connection_attempts = 1
         parameters.socket_timeout = parameters.stack_timeout = 10
         parameters.client_properties = {"connection_name": f"flowforge {self._daemon}"}
+        self._unblocked_state = "connecting"
         self._connection = pika.SelectConnection(
             parameters,
             on_open_callback=self._opened,
@@ -187,7 +195,9 @@ class Client(threading.Thread, abc.ABC):
         self._was_connected = True
         if proven:
             self._backoff.reset()
-        self._set_state("connected")
+        self._unblocked_state = "connected"
+        if self.state != "blocked":
+            self._set_state("connected")
 
     def _failed(self, error: BrokerError) -> None:
         """The connection cannot be made or used: try again after a while."""
@@ -218,7 +228,7 @@ class Client(threading.Thread, abc.ABC):
 
     def _unblocked(self) -> None:
         if self.state == "blocked":
-            self._set_state("connected")
+            self._set_state(self._unblocked_state)
 
     def _close(self) -> None:
         self._closing = True
@@ -320,7 +330,9 @@ class Client(threading.Thread, abc.ABC):
                     routing_key=queue,
                 )
         except pika.exceptions.ChannelClosedByBroker as exc:
-            if exc.reply_code in (403, 406):
+            if exc.reply_code == 403:
+                raise BrokerForbidden(f"the broker refuses: {exc.reply_text}") from exc
+            if exc.reply_code == 406:
                 raise BrokerMisconfigured(_mismatch(exc.reply_text)) from exc
             raise
         channel.close()

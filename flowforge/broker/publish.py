@@ -16,12 +16,11 @@ import pika.exceptions
 
 from flowforge.broker.connection import Client, Resume, Steps, cause, unusable
 from flowforge.config import Config
-from flowforge.errors import BrokerUnavailable
+from flowforge.errors import BrokerForbidden, BrokerUnavailable
 
 _HEADER_FRAME = (
     7 + 1 + 2 + 2 + 8
 )  # bytes around the properties: frame, its end, class, weight, size of the body
-_OFFENCES = (501, 502)  # frame error, syntax error: what a peer sent could not be read
 
 Kind = Literal["confirmed", "refused", "permanent", "unknown"]
 
@@ -46,6 +45,36 @@ class Outcome:
 
     kind: Kind
     reason: str = ""
+
+
+Blame = Literal["message", "suspect", "permission", "exchange", "other"]
+
+
+def blame(reason: BaseException) -> Blame:
+    """What a closure of the channel or the connection is about, by the reply code of AMQP.
+
+    message: one under way, which can never be published. suspect: perhaps one under way, though it may be
+    fit. permission: this user may not publish. exchange: it is gone. other: nothing that was sent."""
+    if isinstance(reason, pika.exceptions.ChannelClosedByBroker):
+        if reason.reply_code == 403:
+            return "permission"
+        if reason.reply_code == 404:
+            return "exchange"
+        # 311 is AMQP's own code for it, which RabbitMQ does not use. 406 has many meanings, and only the text
+        # tells which.
+        if reason.reply_code == 311 or (reason.reply_code == 406 and "message size" in reason.reply_text):
+            return "message"
+        return "suspect"
+    if isinstance(reason, pika.exceptions.ConnectionClosedByBroker):
+        if reason.reply_code in (501, 502):  # a frame, or what is in it, that cannot be read
+            return "message"
+        # Command invalid, channel error, unexpected frame, not implemented, internal error: something that
+        # was sent upset the broker, which need not be the message's own fault.
+        if reason.reply_code in (503, 504, 505, 540, 541):
+            return "suspect"
+    # The connection was lost; or 320 an operator or the broker's end, 402, 403 and 530 the virtual host or
+    # the login, 506 the broker's resources.
+    return "other"
 
 
 class _Batch:
@@ -176,7 +205,8 @@ class PublishChannel(Client):
         channel = yield from self._channel()
         channel.add_on_return_callback(self._returned)
         yield from self._confirm_mode(channel)
-        self._publishing, self._tag = channel, 0
+        yield from self._probe(channel)
+        self._publishing, self._tag = channel, 1
         assert self._connection is not None  # noqa: S101 -- steps end with their connection
         self._frame_max = self._connection.params.frame_max
         self._ready(proven=False)
@@ -185,9 +215,31 @@ class PublishChannel(Client):
     def _confirm_mode(self, channel: Any) -> Steps:
         def ask(resume: Resume) -> None:
             self._waiting[channel] = resume
-            channel.confirm_delivery(self._confirmed, callback=functools.partial(self._answered, channel))
+            confirmed = functools.partial(self._confirmed, channel)
+            channel.confirm_delivery(confirmed, callback=functools.partial(self._answered, channel))
 
         yield ask
+
+    def _probe(self, channel: Any) -> Steps:
+        """Publish what no queue gets, and wait for its confirm. Whether this user may publish shows only so,
+        and has to before any order depends on it."""
+
+        def ask(resume: Resume) -> None:
+            self._waiting[channel] = resume
+            channel.basic_publish(self._names.exchange, "", b"")
+
+        try:
+            yield ask
+        except pika.exceptions.ChannelClosedByBroker as exc:
+            if blame(exc) == "permission":
+                raise self._forbidden(exc) from exc
+            raise
+
+    def _forbidden(self, exc: BaseException) -> BrokerForbidden:
+        return BrokerForbidden(
+            f"the broker forbids publishing; grant its user write on exchange '{self._names.exchange}' "
+            f"({cause(exc)})"
+        )
 
     def _begin(self, batch: _Batch, timeout: float) -> None:
         order = [index for index, outcome in enumerate(batch.outcomes) if outcome is None]
@@ -227,7 +279,10 @@ class PublishChannel(Client):
         if (sent := self._keys.get((str(properties.message_id), method.routing_key))) is not None:
             sent.returned = f"returned by the broker: {method.reply_code} {method.reply_text}"
 
-    def _confirmed(self, frame: Any) -> None:
+    def _confirmed(self, channel: Any, frame: Any) -> None:
+        if channel is not self._publishing:
+            self._answered(channel, frame)  # the probe
+            return
         method = frame.method
         acked = method.NAME == "Basic.Ack"
         tags = [method.delivery_tag]
@@ -299,30 +354,32 @@ class PublishChannel(Client):
         if channel is not self._publishing:
             return
         self._publishing = None
+        about = blame(reason)
+        if about == "permission":
+            # Until someone grants it every message would end so: none is to blame, and all stay as they were.
+            self._set_state("misconfigured", self._forbidden(reason))
+            self._abort(cause(reason))
+            return
         sent, self._sent, self._keys = list(self._sent.values()), {}, {}
-        waiting = [each for queue in self._deferred.values() for each in queue]
+        left = [(each.batch, each.index) for each in sent]
+        left += [each for queue in self._deferred.values() for each in queue]
         self._deferred.clear()
         text = cause(reason)
-        again = self._set_up
-        if isinstance(reason, pika.exceptions.ChannelClosedByBroker) and reason.reply_code != 404:
-            again = self._open_publishing
-            # One of the messages offends. Alone it is found out; among others they all go again one by one.
+        if about in ("message", "suspect"):
+            # Alone it is found out; among others they all go again one by one.
             if len(sent) == 1:
-                sent[0].batch.settle(sent[0].index, Outcome("permanent", f"the broker refuses it: {text}"))
-                sent = []
-            self._one_by_one = True
-            self._pending.extendleft(reversed([(each.batch, each.index) for each in sent] + waiting))
-        else:
-            closed = pika.exceptions.ConnectionClosedByBroker
-            if isinstance(reason, closed) and reason.reply_code in _OFFENCES:
-                # Likewise, but the next batch goes one by one: no transaction waits for the next connection.
-                if len(sent) == 1:
-                    text = f"the broker closes the connection over it: {text}"
-                    sent[0].batch.settle(sent[0].index, Outcome("permanent", text))
-                self._one_by_one = self._one_by_one or bool(sent)
-            for batch, index in [(each.batch, each.index) for each in sent] + waiting:
-                batch.settle(index, Outcome("unknown", text))
-        self._spawn(again())
+                kind: Kind = "permanent" if about == "message" else "refused"
+                sent[0].batch.settle(sent[0].index, Outcome(kind, f"the broker refuses it: {text}"))
+                del left[0]
+            self._one_by_one = self._one_by_one or bool(sent)
+            if isinstance(reason, pika.exceptions.ChannelClosedByBroker):
+                self._pending.extendleft(reversed(left))
+                self._spawn(self._open_publishing())
+                return
+        # No transaction waits for the next connection, or for the exchange.
+        for batch, index in left:
+            batch.settle(index, Outcome("unknown", text))
+        self._spawn(self._set_up())
 
     def _forget(self) -> None:
         self._publishing = None

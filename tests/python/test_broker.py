@@ -1,9 +1,7 @@
 """The broker's two connections: each message is judged by itself; nothing that the broker does hangs them."""
 
-import queue
 import signal
 import socket
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from flowforge.broker import ConsumeChannel, Delivery, Message, PublishChannel
+from flowforge.broker import ConsumeChannel, Delivery, PublishChannel
 from flowforge.config import Config
-from flowforge.errors import BrokerBlocked, BrokerMisconfigured, BrokerUnavailable
+from flowforge.errors import BrokerBlocked, BrokerUnavailable
+from tests.python.channels import TIMEOUT, Inbox, consumer, ensure, kinds, message, opening, publisher
 from tests.services.process import free_port, wait_until
 from tests.services.rabbitmq import Broker, RabbitServer
-
-TIMEOUT = 30.0
 
 
 @pytest.fixture
@@ -27,64 +24,8 @@ def config(rabbit_server: RabbitServer, amqp_namespace: str) -> Config:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[[Any], Any]]:
-    """Start a channel and close it after the test."""
-    channels: list[Any] = []
-
-    def start(channel: Any) -> Any:
-        channel.start()
-        channels.append(channel)
-        return channel
-
-    yield start
-    for channel in channels:
-        channel.close()
-        assert not channel.is_alive()
-
-
-def message(queue: str = "q", **changes: Any) -> Message:
-    return replace(Message(str(uuid.uuid4()), queue, "etl.extract", b"{}"), **changes)
-
-
-def publisher(config: Config, opened: Callable[[Any], Any], *queues: str) -> PublishChannel:
-    channel: PublishChannel = opened(PublishChannel(config))
-    assert channel.wait_ready(TIMEOUT), channel.error
-    channel.ensure(queues)
-    channel.gone.clear()
-    return channel
-
-
-def ensure(channel: PublishChannel, queues: set[str]) -> None:
-    """As a daemon does: the broker may close the connection over a queue that is just being deleted."""
-
-    def done() -> bool:
-        with suppress(BrokerUnavailable):
-            channel.ensure(queues)
-            return True
-        return False
-
-    wait_until(done, "the queues to be declared")
-
-
-def kinds(channel: PublishChannel, *messages: Message) -> list[str]:
-    return [outcome.kind for outcome in channel.publish_batch(messages, TIMEOUT)]
-
-
-class Inbox(queue.Queue[Delivery]):
-    """What a consuming channel delivered."""
-
-    def take(self) -> Delivery:
-        return self.get(timeout=TIMEOUT)
-
-
-def consumer(
-    config: Config, opened: Callable[[Any], Any], *, prefetch: int = 10
-) -> tuple[ConsumeChannel, Inbox]:
-    inbox = Inbox()
-    channel: ConsumeChannel = opened(
-        ConsumeChannel(config, ["q"], inbox.put, prefetch=prefetch, name="worker")
-    )
-    assert channel.wait_ready(TIMEOUT), channel.error
-    return channel, inbox
+    with opening() as start:
+        yield start
 
 
 def test_a_confirmed_message_is_in_its_queue_with_all_its_properties(
@@ -173,80 +114,6 @@ def test_two_messages_of_one_dispatch_are_judged_one_by_one(
     ]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"type": "t" * 256},
-        {"queue": "dead"},
-        {"queue": "q" * 201},
-        {"headers": {"traceparent": object()}},
-        {"headers": {"traceparent": "x" * 200_000}},
-    ],
-    ids=["type", "reserved queue", "long queue", "header", "long header"],
-)
-def test_an_invalid_message_is_permanent_and_alone(
-    config: Config, opened: Callable[[Any], Any], bad: dict[str, Any]
-) -> None:
-    channel = publisher(config, opened, "q")
-    assert kinds(channel, message(), message(**bad), message()) == ["confirmed", "permanent", "confirmed"]
-
-
-def test_a_message_above_the_brokers_limit_is_permanent_and_alone(
-    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
-) -> None:
-    limit = rabbit_server.ctl("eval", "element(2, application:get_env(rabbit, max_message_size)).").strip()
-    rabbit_server.ctl("eval", "application:set_env(rabbit, max_message_size, 1000).")
-    try:
-        channel = publisher(config, opened, "q")
-        # The broker closes the whole channel over it.
-        found = kinds(channel, message(), message(body=b"x" * 1001), *(message() for _ in range(20)))
-        assert found == ["confirmed", "permanent", *["confirmed"] * 20]
-        assert kinds(channel, message(), message()) == ["confirmed", "confirmed"]
-    finally:
-        rabbit_server.ctl("eval", f"application:set_env(rabbit, max_message_size, {limit}).")
-
-
-def test_a_message_over_which_the_connection_is_closed_is_found_and_alone(
-    config: Config, opened: Callable[[Any], Any]
-) -> None:
-    channel = publisher(config, opened, "q")
-    open_ones = {each.message_id: each for each in (message() for _ in range(20))}
-    offenders = [message(headers={"long": "x" * 200_000}) for _ in range(2)]
-    batch = list(open_ones.values())
-    for place, offender in zip((5, 12), offenders, strict=True):
-        batch.insert(place, offender)
-    found: dict[str, str] = {}
-
-    def judged() -> bool:
-        """As the publisher does: what is known is marked, what is not comes again."""
-        with suppress(BrokerUnavailable):
-            left = [each for each in batch if each.message_id not in found]
-            channel._frame_max = 0  # as if the broker took less than it had said
-            outcomes = zip(left, channel.publish_batch(left, TIMEOUT), strict=True)
-            found.update((each.message_id, known.kind) for each, known in outcomes if known.kind != "unknown")
-        return len(found) == len(batch)
-
-    wait_until(judged, "every message to be judged")
-    assert {each for each, kind in found.items() if kind == "permanent"} == {x.message_id for x in offenders}
-    assert {each for each, kind in found.items() if kind == "confirmed"} == open_ones.keys()
-    assert channel.wait_ready(TIMEOUT)
-    wait_until(lambda: channel.state == "connected", "the connection")
-    assert kinds(channel, *(message() for _ in range(5))) == ["confirmed"] * 5
-
-
-def test_only_a_confirm_ends_the_growth_of_the_pauses_between_connections(
-    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
-) -> None:
-    channel = publisher(config, opened, "q")
-    for _ in range(3):
-        generation = channel.generation
-        rabbit_server.close_connections("test")
-        wait_until(lambda: channel.generation > generation and channel.state == "connected", "the reconnect")  # noqa: B023
-    assert channel._backoff.next() > 0.2
-    assert kinds(channel, message()) == ["confirmed"]
-    assert channel._backoff.next() <= 0.1
-
-
 def test_each_confirmed_message_is_logged_for_debugging(
     config: Config, opened: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -256,73 +123,6 @@ def test_each_confirmed_message_is_logged_for_debugging(
     assert kinds(channel, *sent) == ["confirmed", "permanent", "confirmed"]
     logged = [record.keys["dispatch"] for record in caplog.records if record.getMessage() == "confirmed"]  # type: ignore[attr-defined]
     assert sorted(logged) == sorted([sent[0].message_id, sent[2].message_id])
-
-
-def test_a_deleted_exchange_is_declared_again(
-    config: Config, rabbit: Broker, opened: Callable[[Any], Any]
-) -> None:
-    channel = publisher(config, opened, "q")
-    with rabbit.channel() as peer:
-        peer.exchange_delete(f"{config.namespace}.flowforge")
-    assert kinds(channel, message()) == ["unknown"]
-    assert channel.wait_ready(TIMEOUT)
-    wait_until(lambda: kinds(channel, message()) == ["confirmed"], "the exchange to be back")
-
-
-@pytest.mark.parametrize("kind", ["type", "argument", "durable", "exchange"])
-def test_other_arguments_are_named_with_both_values(
-    config: Config, rabbit: Broker, opened: Callable[[Any], Any], kind: str
-) -> None:
-    name, dead = f"{config.namespace}.flowforge.q", f"{config.namespace}.flowforge.dead"
-    said = f"queue '{name}' exists with other arguments: "
-    if kind == "type":
-        rabbit.declare(name, arguments={"x-queue-type": "classic", "x-dead-letter-exchange": dead})
-        said += "x-queue-type should be 'quorum' and is 'classic'"
-    elif kind == "argument":
-        rabbit.declare(name)
-        said += f"x-dead-letter-exchange should be '{dead}' and is none"
-    elif kind == "durable":
-        config = config.replace(queue_type="classic")
-        rabbit.declare(name, durable=False, arguments={"x-dead-letter-exchange": dead})
-        said += "durable should be 'true' and is 'false'"
-    else:
-        with rabbit.channel() as peer:
-            peer.exchange_declare(f"{config.namespace}.flowforge", "topic", durable=True)
-        said = f"exchange '{config.namespace}.flowforge' .* type should be 'direct' and is 'topic'"
-    channel: PublishChannel = opened(PublishChannel(config))
-    channel.wait_ready(TIMEOUT)
-    with pytest.raises(BrokerMisconfigured, match=said):
-        channel.ensure({"q"})
-    with pytest.raises(BrokerMisconfigured, match=said):
-        channel.check()
-
-
-@pytest.mark.parametrize("part", ["password", "virtual host"])
-def test_a_refused_login_is_told_apart_and_keeps_the_password_to_itself(
-    config: Config, rabbit_server: RabbitServer, opened: Callable[[Any], Any], part: str
-) -> None:
-    password = rabbit_server.url.partition("flowforge:")[2].partition("@")[0]
-    wrong = "s3cret" if part == "password" else password
-    host = f"flowforge:{wrong}@127.0.0.1:{rabbit_server.port}"
-    url = f"amqp://{host}/nowhere" if part == "virtual host" else f"amqp://{host}"
-    channel: PublishChannel = opened(PublishChannel(config.replace(amqp_urls=(url,))))
-    assert not channel.wait_ready(TIMEOUT)
-    with pytest.raises(BrokerMisconfigured, match="login, password or virtual host") as caught:
-        channel.check()
-    assert wrong not in str(caught.value)
-
-
-def test_nothing_of_a_url_that_cannot_be_read_is_shown(
-    config: Config, opened: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    urls = ("amqp://user:pa/s3cret@host/", "amqp://user:s3cret")
-    for url in urls:
-        channel: PublishChannel = opened(PublishChannel(config.replace(amqp_urls=(url,))))
-        assert not channel.wait_ready(TIMEOUT)
-        with pytest.raises(BrokerMisconfigured, match="URL 1 of FLOWFORGE_AMQP_URL cannot be read") as caught:
-            channel.check()
-        assert "s3cret" not in str(caught.value)
-    assert all("s3cret" not in str(vars(record)) for record in caplog.records)
 
 
 def test_urls_are_tried_in_turn(
@@ -375,8 +175,7 @@ def test_a_blocked_broker_is_reported_in_time_and_then_everything_arrives(
         wait_until(lambda: rabbit_server.counts(f"{config.namespace}.flowforge.q") == (0, 1), "the ack")
         # A blocked connection never answers a close either.
         stuck: PublishChannel = opened(PublishChannel(config))
-        assert stuck.wait_ready(TIMEOUT)
-        assert kinds(stuck, message()) == ["unknown"]
+        wait_until(lambda: stuck.state == "blocked", "a new connection to be blocked")
         stuck.close()
         assert not stuck.is_alive()
     finally:

@@ -16,6 +16,7 @@ from flowforge.config import Config
 from flowforge.errors import ConfigError
 from flowforge.publisher import Publisher
 from flowforge.runner import read_health
+from tests.python.channels import User
 from tests.python.daemons import TIMEOUT, Flow, Running, process
 from tests.services.database import Database
 from tests.services.process import wait_until
@@ -78,6 +79,11 @@ class Outbox(Flow):
             where application_name = 'flowforge publisher' and state like 'idle in transaction%'
         """
         return int(self.value(query))
+
+
+def detail(running: Running) -> str:
+    """What health says beside the state."""
+    return str(running.health._state["detail"])
 
 
 @pytest.fixture
@@ -274,6 +280,31 @@ def test_a_queue_with_other_arguments_ends_the_publisher_and_marks_nothing(
     assert read_health(tmp_path / "health")[1].startswith("publisher: failed")
     assert box.unpublished() == 1
     assert box.errors() == {None}
+
+
+def test_a_user_who_may_not_publish_costs_no_task_run_and_is_waited_for(
+    config: Config, rabbit_server: RabbitServer, outbox: Callable[..., Outbox]
+) -> None:
+    """Its right to write covers the queues, so all can be declared, and not the exchange."""
+    box, user = outbox(), User(rabbit_server)
+    user.may_write(f"^{config.namespace}[.]flowforge[.]")
+    box.dispatch(20)
+    refused = config.replace(amqp_urls=(user.url,))
+    try:
+        with Running(Publisher(refused), refused) as running:
+            running.until("no broker")
+            wait_until(lambda: "403" in detail(running), "the cause to be named")
+            assert f"write on exchange '{config.namespace}.flowforge'" in detail(running)
+            assert box.unpublished() == 20
+            assert box.errors() == {None}
+            assert not box.value("select count(*) from flowforge.outbox where parked_at is not null")
+            user.may_write(".*")
+            wait_until(lambda: box.unpublished() == 0, "the marks")
+            running.until("ok")
+        assert running.code == runner.EXIT_OK
+    finally:
+        user.delete()
+    assert sorted(properties.message_id for properties, _ in box.messages()) == box.dispatches()
 
 
 def test_a_blocked_broker_leaves_no_transaction_open_and_is_reported(
