@@ -86,6 +86,7 @@ class Task(Generic[P, R_co]):
         self.name = name
         self.function = function
         self.handler: str = options.get("handler", f"{workflow}.{name}")
+        self.queue: str = options.get("queue", "default")
         self._options = options
 
     def __call__(self, ctx: Context, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
@@ -198,7 +199,7 @@ class Workflow:
             "after": [self._upstream(task) for task in ([after] if isinstance(after, str | Task) else after)]
             or None,
             "handler": None if handler is None else _name(handler, "a handler's name"),
-            "queue": queue,
+            "queue": None if queue is None else _name(queue, "a queue's name"),
             "map": None if map is None else self._upstream(map),
             "when": when,
             "priority": priority,
@@ -214,6 +215,11 @@ class Workflow:
             return self._add(function, name, options)
 
         return add if function is None else add(function)
+
+    @property
+    def queues(self) -> frozenset[str]:
+        """The queues that its tasks are dispatched to."""
+        return frozenset(task.queue for task in self._tasks.values())
 
     def spec(self) -> dict[str, Any]:
         """The definition to store.

@@ -38,6 +38,10 @@ USER = "flowforge"
 # Crash recovery of a large cluster takes its time; a server that ends is noticed at once.
 START_SECONDS = 300.0
 STOP_SECONDS = 60.0
+# What the directory may hold; a file system of its own has lost+found from the start.
+_OWN_NAMES = frozenset(
+    {"data", "data.new", "pgpass", "postgres.log", "postgres.log.1", "lock", "run", "dsn", "lost+found"}
+)
 _SOCKET_NAME = ".s.PGSQL.5432"
 _SOCKET_PATH_MAX = 103  # sun_path of the smaller systems, without its terminator
 _LOG_MAX_BYTES = 10_000_000
@@ -139,11 +143,13 @@ class EmbeddedPostgres:
     def start(self) -> None:
         """Initialises the directory if it is new, starts the server and waits until it accepts connections.
 
-        Raises EmbeddedPostgresError when another process uses the directory, its data belongs to another
-        major version, there are no binaries, or the server does not come up (with the end of its log).
+        Raises EmbeddedPostgresError when the directory holds other things or is used by another process, its
+        data belongs to another major version, there are no binaries, or the server does not come up (with the
+        end of its log).
         """
         owner = server_owner()
         binaries = find_binaries(owner)
+        self._refuse_strangers()
         self._make_directory(owner)
         self._lock = lock = self._take_lock()
         try:
@@ -191,6 +197,18 @@ class EmbeddedPostgres:
         parameters = {} if self._port else {"host": str(self._sockets)}
         parameters["passfile"] = str(self.directory / "pgpass")
         return f"postgresql://{USER}@{address}/{database}?{urlencode(parameters, safe='/', quote_via=quote)}"
+
+    def _refuse_strangers(self) -> None:
+        """Refuses a directory with contents that are not an embedded server's, before anything is changed."""
+        try:
+            found = {each.name for each in self.directory.iterdir()}
+        except OSError:  # not there yet, or of no use: told by what makes it
+            return
+        if not (found <= _OWN_NAMES or {"lock", "pgpass"} <= found):
+            raise EmbeddedPostgresError(
+                f"{self.directory} holds other things, such as {min(found - _OWN_NAMES)!r}: choose an empty "
+                "or new directory with --data-dir"
+            )
 
     def _make_directory(self, owner: Owner | None) -> None:
         try:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowforge import log, runner
-from flowforge.client import Client
+from flowforge.client import Client, Defined
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.embedded import EmbeddedPostgres
@@ -21,9 +22,12 @@ from flowforge.errors import ConfigError
 from flowforge.migrate import migrate
 from flowforge.scheduler import Scheduler
 from flowforge.worker.daemon import Worker, handlers_of
+from flowforge.worker.executor import Handler
 
 _log = log.of("up")
 
+# What ends sooner is not worth a word.
+_MOMENT = 0.5
 # How often the threads are looked at. Nobody waits for it: they wake each other.
 _LOOK = 0.1
 
@@ -31,12 +35,12 @@ _LOOK = 0.1
 @dataclass(frozen=True)
 class Up:
     """What is up: the connection string to use, the directory of the embedded server (None when a database
-    was given), and the workflows that were registered.
+    was given), and the workflows as they are registered.
     """
 
     database_url: str
     directory: Path | None
-    workflows: tuple[str, ...]
+    workflows: tuple[Defined, ...]
 
 
 @dataclass
@@ -82,6 +86,9 @@ def run(
             return run(config, workflows, server=server, ready=ready, stop=own)
     if server is None and not config.database_url:
         raise ConfigError("FLOWFORGE_DATABASE_URL is not set, and no embedded server was asked for")
+    handlers = handlers_of(workflows)
+    for workflow in workflows:
+        workflow.spec()  # what can be told to be wrong before anything is started
     with contextlib.ExitStack() as cleanup:
         if server is not None:
             if not server.alive:
@@ -89,20 +96,17 @@ def run(
             config = config.replace(database_url=server.dsn)
         migrate(config.database_url)
         with Client(config.database_url) as client:
-            for workflow in workflows:
-                client.define(workflow)
-        up = Up(
-            config.database_url, server.directory if server else None, tuple(each.name for each in workflows)
-        )
-        return _run_parts(_parts(config, workflows, stop), config, server, stop, lambda: ready(up))
+            defined = tuple(client.define(workflow) for workflow in workflows)
+        up = Up(config.database_url, server.directory if server else None, defined)
+        return _run_parts(_parts(config, handlers, stop), config, server, stop, lambda: ready(up))
 
 
-def _parts(config: Config, workflows: Sequence[Workflow], stop: runner.Stop) -> list[_Part]:
+def _parts(config: Config, handlers: Mapping[str, Handler], stop: runner.Stop) -> list[_Part]:
     # One file cannot hold the health of several daemons: they report in memory, and `run` writes the worst.
     parts = [_daemon(Scheduler(config), config, stop)]
-    if workflows:
+    if handlers:
         health = runner.Health("worker")
-        worker = Worker(handlers_of(workflows), config, stop, health)
+        worker = Worker(handlers, config, stop, health)
         parts.append(_Part("worker", worker.run, health))
     if config.uses_broker:
         from flowforge.publisher import Publisher
@@ -151,8 +155,25 @@ def _run_parts(
             stop.request()
             stop.request()
     health.report("stopping")
-    for part in parts:
-        part.thread.join()
+    _await(parts, config, stop)
     if failure is not None:
         return failure
+    if stop.immediate:
+        return runner.EXIT_FORCED
     return next((part.code for part in parts if part.code != runner.EXIT_OK), runner.EXIT_OK)
+
+
+def _await(parts: list[_Part], config: Config, stop: runner.Stop) -> None:
+    """Returns when all parts have ended. Says what is waited for when that takes a moment."""
+    deadline = time.monotonic() + _MOMENT
+    for part in parts:
+        part.thread.join(max(0.0, deadline - time.monotonic()))
+    names = ", ".join(part.name for part in parts if part.thread.is_alive())
+    if names and not stop.immediate:
+        _log.warning(
+            "waiting for handlers that still run; a second Ctrl-C or SIGTERM stops at once",
+            part=names,
+            at_most=f"{config.grace:g} s",
+        )
+    for part in parts:
+        part.thread.join()

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowforge.cli.common import F, database_option, find_database, json_option, print_json, seconds
+from flowforge.cli.common import (
+    F,
+    Integer,
+    acting,
+    database_option,
+    find_database,
+    json_option,
+    print_json,
+    seconds,
+)
+from flowforge.config import Config, variable, without_password
 
 if TYPE_CHECKING:
-    from flowforge.config import Config
+    from flowforge.definition import Workflow
     from flowforge.up import Up
 
 
@@ -25,56 +37,80 @@ def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+def _setting(
+    *flags: str, name: str, text: str, default: str | None = None, **options: Any
+) -> Callable[[F], F]:
+    """An option that overrides the setting `name`, with its default and its variable in the help."""
+    field = next(each for each in dataclasses.fields(Config) if each.name == name)
+    if default is None:
+        default = f"{field.default:g} s" if isinstance(field.default, float) else str(field.default)
+    return click.option(*flags, help=f"{text} Default: {default}. [{variable(field)}]", **options)
+
+
 _log_options = _options(
-    click.option(
-        "--log-format", type=click.Choice(["text", "json"]), help="Form of the log. [FLOWFORGE_LOG_FORMAT]"
-    ),
-    click.option(
+    _setting("--log-format", name="log_format", text="Form of the log.", type=click.Choice(["text", "json"])),
+    _setting(
         "--log-level",
+        name="log_level",
+        text="Least important line that is logged.",
         type=click.Choice(["debug", "info", "warning", "error"]),
-        help="Least important line that is logged. [FLOWFORGE_LOG_LEVEL]",
     ),
-    click.option(
+    _setting(
         "--health-file",
+        name="health_file",
+        text="File to keep the state of health in.",
+        default="none",
         metavar="FILE",
-        help="File to keep the state of health in. [FLOWFORGE_HEALTH_FILE]",
     ),
 )
 _broker_options = _options(
-    click.option(
+    _setting(
         "--amqp-url",
         "amqp_urls",
+        name="amqp_urls",
+        text="RabbitMQ URLs, comma separated. With a password better given by the environment, which other "
+        "users of the machine cannot read.",
+        default="none, PostgreSQL alone",
         metavar="URL",
-        help="RabbitMQ URLs, comma separated; none: PostgreSQL alone. With a password better given by the "
-        "environment, which other users of the machine cannot read. [FLOWFORGE_AMQP_URL]",
     ),
-    click.option("--namespace", metavar="NAME", help="Prefix of exchanges and queues. [FLOWFORGE_NAMESPACE]"),
+    _setting(
+        "--namespace",
+        name="namespace",
+        text="Prefix of exchanges and queues.",
+        default="none",
+        metavar="NAME",
+    ),
 )
 _worker_options = _options(
-    click.option(
+    _setting(
         "-c",
         "--concurrency",
-        type=click.IntRange(1, 10_000),
-        help="Handlers that run at the same time. [FLOWFORGE_CONCURRENCY]",
+        name="concurrency",
+        text="Handlers that run at the same time.",
+        type=Integer(1, 10_000),
     ),
-    click.option(
+    _setting(
         "-q",
         "--queue",
         "queues",
+        name="queues",
+        text="Queue to take work from; repeatable.",
+        default="those that the tasks of the given workflows name",
         multiple=True,
-        help="Queue to take work from; repeatable. [FLOWFORGE_QUEUES]",
     ),
-    click.option(
+    _setting(
         "--lease",
+        name="lease",
+        text="Lease of a claim, renewed while it runs.",
         type=seconds,
         metavar="TIME",
-        help="Lease of a claim, renewed while it runs. [FLOWFORGE_LEASE]",
     ),
-    click.option(
+    _setting(
         "--grace",
+        name="grace",
+        text="Time for handlers to finish after SIGTERM or Ctrl-C; what then still runs is given back.",
         type=seconds,
         metavar="TIME",
-        help="Time for handlers to finish after SIGTERM. [FLOWFORGE_GRACE]",
     ),
 )
 
@@ -86,6 +122,19 @@ def _configured(database_url: str | None, flags: dict[str, Any]) -> Config:
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value not in (None, ())}
+
+
+def _serving(config: Config, queues: Iterable[str], workflows: Iterable[Workflow]) -> Config:
+    """The configuration of a worker for these workflows: with their queues, unless `queues` of the command
+    line or the environment say which."""
+    wanted = sorted({queue for workflow in workflows for queue in workflow.queues})
+    if not queues and not os.environ.get("FLOWFORGE_QUEUES"):
+        return config.replace(queues=tuple(wanted) or None)
+    if left := [queue for queue in wanted if queue not in config.queues]:
+        from flowforge import log
+
+        log.of("worker").warning("tasks on these queues wait for another worker", queue=",".join(left))
+    return config
 
 
 def _logging(config: Config) -> Config:
@@ -113,13 +162,13 @@ def migrate(database_url: str | None, create_roles: bool, as_json: bool) -> None
     Example:
       flowforge migrate --database-url postgresql://admin@db/flowforge
     """
-    from dataclasses import asdict
-
     from flowforge.migrate import migrate as run_migrate
 
-    report = run_migrate(_logging(find_database(database_url)).database_url, create_roles)
+    config = _logging(find_database(database_url))
+    with acting():
+        report = run_migrate(config.database_url, create_roles)
     if as_json:
-        print_json(asdict(report))
+        print_json(dataclasses.asdict(report))
         return
     applied = f"applied {', '.join(report.applied)}" if report.applied else "no migration was pending"
     roles = f"; created roles {', '.join(report.roles)}" if report.roles else ""
@@ -128,11 +177,12 @@ def migrate(database_url: str | None, create_roles: bool, as_json: bool) -> None
 
 @click.command()
 @database_option
-@click.option(
+@_setting(
     "--poll-interval",
+    name="poll_interval",
+    text="Longest wait between two looks.",
     type=seconds,
     metavar="TIME",
-    help="Longest wait between two looks. [FLOWFORGE_POLL_INTERVAL]",
 )
 @_log_options
 @click.pass_context
@@ -186,8 +236,9 @@ def publisher(ctx: click.Context, /, database_url: str | None, **flags: Any) -> 
 def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | None, **flags: Any) -> None:
     """Run a worker for the workflows of Python modules.
 
-    It runs their handlers. On SIGTERM or Ctrl-C it takes nothing new, lets handlers finish for the grace time
-    and gives back the rest; asked a second time it stops at once.
+    It runs their handlers, and serves the queues that their tasks name ("default" for those that name none)
+    unless --queue says which. On SIGTERM or Ctrl-C it takes nothing new, lets handlers finish for the grace
+    time and gives back the rest; asked a second time it stops at once.
 
     \b
     Examples:
@@ -198,7 +249,9 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
     from flowforge.worker import daemon
 
     config = _configured(database_url, flags)
-    ctx.exit(daemon.run(daemon.handlers_of(load_workflows(modules)), config))
+    workflows = load_workflows(modules)
+    config = _serving(config, flags["queues"], workflows)
+    ctx.exit(daemon.run(daemon.handlers_of(workflows), config))
 
 
 @click.command()
@@ -207,11 +260,12 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
 @click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the embedded PostgreSQL keeps its data. Default: the user's data directory.",
+    help="Where the embedded PostgreSQL keeps its data. Default: ~/.local/share/flowforge/postgres; "
+    "for root /var/lib/flowforge/postgres.",
 )
 @click.option(
     "--port",
-    type=click.IntRange(1, 65535),
+    type=Integer(1, 65535),
     help="Let the embedded PostgreSQL listen on this port of 127.0.0.1 too.",
 )
 @_worker_options
@@ -233,8 +287,11 @@ def up(
 
     Brings up a private PostgreSQL (unless --database-url or FLOWFORGE_DATABASE_URL names one), creates the
     schema, registers the workflows of the given modules and runs them, and the publisher too when a broker
-    is configured. The data survives and is used again. Other commands find the database by themselves. Ctrl-C
-    stops all of it.
+    is configured. It serves the queues that their tasks name ("default" for those that name none) unless
+    --queue says which. The data survives and is used again.
+
+    Other commands find the database by themselves while its data is where it is by default. Ctrl-C stops all
+    of it once handlers have finished; a second one at once, with exit code 130.
 
     \b
     Examples:
@@ -243,7 +300,6 @@ def up(
     """
     from flowforge import up as everything
     from flowforge.cli.loading import load_workflows
-    from flowforge.config import Config
     from flowforge.embedded import EmbeddedPostgres
 
     config = Config.from_environment().replace(database_url=database_url, **_given(flags))
@@ -252,8 +308,11 @@ def up(
         raise click.UsageError(
             "--data-dir and --port are for the embedded PostgreSQL, but a database is given."
         )
+    _logging(config)
     workflows = load_workflows(modules)
-    code = everything.run(_logging(config), workflows, server=server, ready=_ready(as_json))
+    config = _serving(config, flags["queues"], workflows)
+    with acting():
+        code = everything.run(config, workflows, server=server, ready=_ready(as_json))
     if code:
         ctx.exit(code)
     if not as_json:
@@ -262,20 +321,36 @@ def up(
 
 def _ready(as_json: bool) -> Callable[[Up], None]:
     def announce(up: Up) -> None:
-        from flowforge.config import without_password
-
         url = without_password(up.database_url)
         if as_json:
-            print_json({"ready": True, "pid": os.getpid(), "database_url": url, "workflows": up.workflows})
+            defined = [dataclasses.asdict(each) for each in up.workflows]
+            print_json({"ready": True, "pid": os.getpid(), "database_url": url, "workflows": defined})
             return
         lines = ["FlowForge is ready."]
         if up.directory is not None:
             lines.append(f"  data       {up.directory}")
         lines.append(f"  database   {url}")
+        lines += [
+            f"  workflow   {each.workflow} v{each.version}{' (new)' if each.created else ''}"
+            for each in up.workflows
+        ]
         if up.workflows:
-            lines.append(f"  workflows  {', '.join(up.workflows)}")
-            lines.append(f"Start a run from another terminal: flowforge trigger {up.workflows[0]} --wait")
+            lines.append(_next_step(up))
         lines.append("Press Ctrl-C to stop.")
         click.echo("\n".join(lines))
 
     return announce
+
+
+def _next_step(up: Up) -> str:
+    """How to start a run from another terminal, as a command that works there as it stands."""
+    from flowforge.embedded import default_directory
+
+    command = f"flowforge trigger {shlex.quote(up.workflows[0].workflow)} --input '{{}}' --wait"
+    where = "Start a run from another terminal"
+    if up.directory != default_directory():
+        if without_password(up.database_url) == up.database_url:
+            command += f" --database-url {shlex.quote(up.database_url)}"
+        else:
+            where += ", with FLOWFORGE_DATABASE_URL set to this database's connection string"
+    return f"{where}: {command}"

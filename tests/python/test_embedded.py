@@ -282,6 +282,31 @@ def test_directory_that_cannot_be_used_is_refused(directory: Path) -> None:
         EmbeddedPostgres(directory.parent / "file" / "pg").start()
 
 
+def test_directory_with_other_things_is_left_alone(directory: Path) -> None:
+    """Such as a project's, or the data directory of another PostgreSQL."""
+    for names in (["jobs.py", "data"], ["PG_VERSION", "base"], ["lock", "notes.txt"]):
+        place = directory / names[0]
+        place.mkdir(parents=True)
+        for name in names:
+            (place / name).touch()
+        with pytest.raises(EmbeddedPostgresError, match=f"{place} holds other things, .*--data-dir"):
+            EmbeddedPostgres(place).start()
+        assert {each.name for each in place.iterdir()} == set(names)
+
+
+def test_own_directory_may_hold_more(directory: Path) -> None:
+    """As a file system of its own does from the start, and people may put there later."""
+    directory.mkdir(mode=0o711)
+    directory.chmod(0o711)
+    (directory / "lost+found").mkdir()
+    server = EmbeddedPostgres(directory)
+    with server:
+        pass
+    (directory / "backup.sql").touch()
+    with server:
+        assert value(server.dsn, "select 1") == 1
+
+
 def test_default_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_directory() == tmp_path / "flowforge" / "postgres"

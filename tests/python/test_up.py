@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from flowforge import Client, Context, Workflow, runner, up
+from flowforge.cli import exits
 from flowforge.config import Config
 from flowforge.embedded import EmbeddedPostgres, running_dsn
 from flowforge.errors import ConfigError, InvalidDefinition
@@ -35,6 +37,12 @@ def work(ctx: Context) -> str:
     while not begun.with_suffix(".go").exists():
         time.sleep(0.01)
     return "done"
+
+elsewhere = Workflow("else where")
+
+@elsewhere.task(queue="reports")
+def report(ctx: Context) -> str:
+    return "reported"
 """
 
 flow = Workflow("greeting")
@@ -55,10 +63,11 @@ def project() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def command_up(project: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`flowforge up jobs` in the project, once it has said that it is ready."""
+def command_up(project: Path, *arguments: str, database_url: str = "") -> Iterator[subprocess.Popen[str]]:
+    """`flowforge up jobs` in the project, once it has said that it is ready; that is in the file `told`."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("FLOWFORGE_")}
-    command = [sys.executable, "-m", "flowforge", "up", "jobs", "--data-dir", str(project / "pg"), *arguments]
+    command = [sys.executable, "-m", "flowforge", "up", "jobs", *arguments]
+    command += ["--database-url", database_url] if database_url else ["--data-dir", str(project / "pg")]
     with subprocess.Popen(
         command,
         cwd=project,
@@ -72,8 +81,11 @@ def command_up(project: Path, *arguments: str) -> Iterator[subprocess.Popen[str]
         try:
             line = process.stdout.readline()
             assert line == "FlowForge is ready.\n", process.communicate()
+            told = line
             while "Ctrl-C" not in line:
                 line = process.stdout.readline()
+                told += line
+            (project / "told").write_text(told)
             yield process
         finally:
             process.kill()
@@ -98,6 +110,84 @@ def test_ctrl_c_lets_handlers_finish_and_stops_everything(project: Path) -> None
         wait_for_end(below)
     with EmbeddedPostgres(project / "pg") as server, Client(server.dsn) as client:
         assert client.result(run_id, "work") == "done"
+
+
+def test_ctrl_c_says_what_is_waited_for_and_the_second_one_stops(project: Path) -> None:
+    """The handler would never end: it is waited for, with a word of it, until Ctrl-C comes again."""
+    with command_up(project, "--grace", "10m") as process:
+        assert process.stderr is not None
+        dsn = running_dsn(project / "pg")
+        assert dsn is not None
+        with Client(dsn) as client:
+            client.trigger("slow", {"begun": str(project / "begun")})
+        wait_until(lambda: (project / "begun").exists(), "the handler's start")
+        os.killpg(process.pid, signal.SIGINT)
+        while "waiting for handlers" not in (line := process.stderr.readline()):
+            assert line, "it ended without a word"
+        assert "a second Ctrl-C or SIGTERM stops at once" in line
+        assert "600 s" in line
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate()
+        assert process.returncode == exits.EXIT_INTERRUPTED
+
+
+def next_step(project: Path) -> str:
+    [line] = [line for line in (project / "told").read_text().splitlines() if "another terminal" in line]
+    return line.partition(": ")[2]
+
+
+def test_the_next_step_works_as_it_is_told(project: Path) -> None:
+    """Where the data is in a place of its own, the command names the database. It is this program's."""
+    with command_up(project, "--queue", "default", "--queue", "reports") as process:
+        told = (project / "told").read_text()
+        assert "  workflow   slow v1 (new)\n  workflow   else where v1 (new)\n" in told
+        command = next_step(project).replace("slow", "'else where'").split(maxsplit=1)
+        done = subprocess.run(
+            ["sh", "-c", f"{sys.executable} -m {command[0]} {command[1]}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == 'report: "reported"\n'
+        process.terminate()
+        process.communicate()
+    with command_up(project):
+        assert "  workflow   slow v1\n" in (project / "told").read_text()
+
+
+def test_the_next_step_with_a_given_database(project: Path, db: Database) -> None:
+    """A password is not shown: the command says where the connection string belongs instead."""
+    secret = make_conninfo(db.dsn, password=db.server.password)
+    with command_up(project, database_url=secret):
+        told = (project / "told").read_text()
+    assert db.server.password not in told
+    assert "with FLOWFORGE_DATABASE_URL set to" in told
+    assert next_step(project) == "flowforge trigger slow --input '{}' --wait"
+
+
+def test_queues_are_those_of_the_tasks_unless_told(project: Path) -> None:
+    """Without a word of it, a task on a queue of its own would wait for ever."""
+    with command_up(project) as process:
+        dsn = running_dsn(project / "pg")
+        assert dsn is not None
+        with Client(dsn) as client:
+            assert client.wait(client.trigger("else where"), timeout=60).outputs == {"report": "reported"}
+        process.terminate()
+        _, log = process.communicate()
+        assert "queues=default,reports" in log
+    with command_up(project, "--queue", "default") as process:
+        process.terminate()
+        _, log = process.communicate()
+    assert "tasks on these queues wait for another worker queue=reports" in log
+
+
+def test_invalid_definition_is_told_before_anything_is_started(project: Path) -> None:
+    (project / "bad.py").write_text(PROJECT + "slow.task(name='late', after='nosuch')(work)")
+    command = [sys.executable, "-m", "flowforge", "up", "bad", "--data-dir", str(project / "pg")]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == exits.EXIT_USAGE
+    assert "depends on 'nosuch'" in done.stderr
+    assert not (project / "pg").exists()
 
 
 def test_it_ends_when_its_server_dies(project: Path) -> None:
