@@ -21,7 +21,7 @@ from flowforge.embedded import EmbeddedPostgres, running_dsn
 from flowforge.errors import ConfigError, InvalidDefinition
 from tests.python.running import running
 from tests.services.database import Database
-from tests.services.process import wait_for_end, wait_until
+from tests.services.process import kill_tree, wait_for_end, wait_until
 from tests.services.rabbitmq import Broker
 
 PROJECT = """
@@ -88,7 +88,8 @@ def command_up(project: Path, *arguments: str, database_url: str = "") -> Iterat
             (project / "told").write_text(told)
             yield process
         finally:
-            process.kill()
+            if process.poll() is None:
+                kill_tree(process)  # the server too, whose files are about to be removed
 
 
 def test_ctrl_c_lets_handlers_finish_and_stops_everything(project: Path) -> None:
