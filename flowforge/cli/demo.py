@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import signal
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,7 +19,7 @@ _PAGE = "flowforge-census.html"
 @click.command()
 @click.option(
     "--output",
-    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    type=click.Path(path_type=Path),
     default=Path(),
     help="Directory for the page. Default: the present one.",
 )
@@ -51,6 +52,7 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
     from flowforge import log
     from flowforge.demo.run import run
 
+    page = _writable(output)
     log.configure(level="error")  # the live picture leaves no room for lines of the daemons
     out = console()
     if not as_json:
@@ -67,9 +69,12 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
 
     root = source or Path(sysconfig.get_path("stdlib"))
     title = str(source) if source else f"Python {platform.python_version()}: the standard library"
-    outcome = run(root, title, data_dir, show)
-    page = output / _PAGE
-    output.mkdir(parents=True, exist_ok=True)
+    # Told to end, it ends as by Ctrl-C: the server is stopped and its directory removed.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        outcome = run(root, title, data_dir, show)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     page.write_text(outcome.html, encoding="utf-8")
     if as_json:
         print_json(
@@ -91,3 +96,18 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
         click.secho("The figures differ from those of a straight count in one process.", fg="red", err=True)
         sys.stderr.flush()
         ctx.exit(EXIT_FAILED)
+
+
+def _writable(output: Path) -> Path:
+    """The file of the page, in a directory that is made if it is missing. Found out before all the work."""
+    page = output / _PAGE
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        made = not page.exists()
+        with page.open("a"):
+            pass
+        if made:
+            page.unlink()
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {page}: {error.strerror}", param_hint="--output") from None
+    return page

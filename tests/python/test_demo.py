@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -232,23 +233,48 @@ def test_demo_as_json(tree: Path, tmp_path: Path) -> None:
     assert Path(document["page"]).is_file()
 
 
-def test_ctrl_c_ends_the_demo_and_all_it_started(tmp_path: Path) -> None:
-    """Sent to the whole group, as a terminal does, while the census of the standard library goes on."""
-    command = [sys.executable, "-m", "flowforge", "demo", "--output", str(tmp_path)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("census_package: "):
-            assert process.poll() is None
-        below = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate()
-    assert process.returncode == exits.EXIT_INTERRUPTED
-    assert "Traceback" not in err
-    assert len(below) >= 2
-    wait_for_end(below)
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_told_to_end_it_ends_with_all_it_started(how: signal.Signals) -> None:
+    """Sent to the whole group, as a terminal does, while the census of the standard library goes on; and to
+    a demo that a script has started in the background, where its shell has SIGINT ignored."""
+    with tempfile.TemporaryDirectory(prefix="ff-") as place:
+        Path(place).chmod(0o711)  # the server's user must pass through it
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "flowforge", "demo", "--output", f"{place}/new"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"TMPDIR": place},
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
+        with process:
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("census_package: "):
+                assert process.poll() is None
+            below = descendants(process.pid)
+            os.killpg(process.pid, how)
+            _, err = process.communicate()
+        assert process.returncode == exits.EXIT_INTERRUPTED
+        assert "Traceback" not in err
+        assert len(below) >= 2
+        wait_for_end(below)
+        assert [each.name for each in Path(place).rglob("*")] == ["new"]
+
+
+def test_page_that_cannot_be_written_is_told_before_the_work(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_run, "run", lambda *_: pytest.fail("it began"))
+    (tmp_path / "file").touch()
+    (tmp_path / "taken" / "flowforge-census.html").mkdir(parents=True)
+    for place in ("file", "file/below", "taken"):
+        told = CliRunner().invoke(cli, ["demo", "--source", str(tree), "--output", str(tmp_path / place)])
+        assert told.exit_code == exits.EXIT_USAGE
+        assert f"cannot write {tmp_path / place}" in told.stderr
 
 
 def test_demo_fails_when_the_figures_differ(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from random import SystemRandom
+from typing import Any
 
 import psutil
 
@@ -122,7 +123,7 @@ def wait_for_end(processes: Iterable[psutil.Process]) -> None:
     wait_until(lambda: all(map(has_ended, remaining)), f"the end of {remaining}")
 
 
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
+def kill_tree(process: subprocess.Popen[Any]) -> None:
     """SIGKILL a child and everything below it, and wait until all of it is gone."""
     below = descendants(process.pid)
     process.kill()
