@@ -8,6 +8,7 @@ effect, and the error says so.
 from __future__ import annotations
 
 import enum
+import operator
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +19,15 @@ from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 import psycopg
+from psycopg import conninfo
 
 from flowforge import db
 from flowforge.config import Config
 from flowforge.definition import Duration, Workflow, seconds
 from flowforge.errors import (
     ConfigError,
-    FlowForgeError,
     InvalidArgument,
+    InvalidDefinition,
     NotStorable,
     WaitTimeout,
     from_database,
@@ -91,8 +93,10 @@ class Client:
     def __init__(self, dsn: str | None = None) -> None:
         """`dsn` is a PostgreSQL connection string; FLOWFORGE_DATABASE_URL when left out.
 
-        Raises ConfigError when there is neither.
+        Raises ConfigError when there is neither, or it is none.
         """
+        if dsn and not is_connection_string(dsn):
+            raise ConfigError("dsn is not a PostgreSQL connection string (URI or key=value)")
         self._dsn = dsn or Config.from_environment().database_url
         if not self._dsn:
             raise ConfigError("no database: give Client a connection string, or set FLOWFORGE_DATABASE_URL")
@@ -155,11 +159,11 @@ class Client:
             [
                 _name_of(workflow),
                 _json({} if input is _UNSET else input, "input"),
-                idempotency_key,
-                version,
-                priority,
+                _text(idempotency_key, "idempotency_key"),
+                None if version is None else _whole(version, "version"),
+                _whole(priority, "priority"),
                 _interval(delay),
-                _json(labels or {}, "labels"),
+                _json(_labels(labels), "labels"),
             ],
             repeatable=idempotency_key is not None,
         )
@@ -176,13 +180,22 @@ class Client:
 
         idempotency_keys: one for each input. Raises as `trigger` does; then no run is created.
         """
+        if not _is_sequence(inputs):
+            raise InvalidArgument(f"inputs must be a list of inputs, one for each run, not {_shown(inputs)}")
+        if idempotency_keys is not None and not _is_sequence(idempotency_keys):
+            raise InvalidArgument(
+                "idempotency_keys must be a list of texts, one for each input, "
+                f"not {_shown(idempotency_keys)}"
+            )
         rows = self._call(
             "select flowforge.trigger_many(workflow => %s, inputs => %s::jsonb[], "
             "idempotency_keys => %s::text[])",
             [
                 _name_of(workflow),
                 [_json(value, f"inputs[{position}]") for position, value in enumerate(inputs)],
-                None if idempotency_keys is None else list(idempotency_keys),
+                None
+                if idempotency_keys is None
+                else [_text(each, "each of idempotency_keys") for each in idempotency_keys],
             ],
             repeatable=idempotency_keys is not None,
         )
@@ -193,7 +206,7 @@ class Client:
 
         Raises WaitTimeout when the run goes on after `timeout`.
         """
-        limit = None if timeout is None else seconds(timeout, "timeout")
+        limit = None if timeout is None else _seconds(timeout, "timeout")
         deadline = None if limit is None else time.monotonic() + limit
         pause = _FIRST_POLL
         while not (result := self.result(run_id)).ended:
@@ -217,14 +230,14 @@ class Client:
         if task is not None:
             [(output,)] = self._call(
                 "select flowforge.task_output(run_id => %s::bigint, task => %s)",
-                [run_id, task],
+                [_run(run_id), _text(task, "task")],
                 repeatable=True,
             )
             return output
         rows = self._call(
             "select workflow, version, state, created_at, finished_at, "
             "coalesce(outputs, '{}'), coalesce(errors, '{}') from flowforge.run_result(run_id => %s::bigint)",
-            [run_id],
+            [_run(run_id)],
             repeatable=True,
         )
         return RunResult(run_id, *rows[0])
@@ -233,7 +246,7 @@ class Client:
         """Asks for the run to be cancelled. False when that was asked for before, or the run has ended."""
         [(changed,)] = self._call(
             "select flowforge.cancel_run(run_id => %s::bigint, reason => %s)",
-            [run_id, reason],
+            [_run(run_id), _text(reason, "reason")],
             repeatable=True,
         )
         return bool(changed)
@@ -248,7 +261,7 @@ class Client:
         """
         [(count,)] = self._call(
             "select flowforge.retry_run(run_id => %s::bigint, from_task => %s, request_id => %s)",
-            [run_id, from_task, request_id],
+            [_run(run_id), _text(from_task, "from_task"), _text(request_id, "request_id")],
             repeatable=request_id is not None,
         )
         return int(count)
@@ -258,7 +271,7 @@ class Client:
             _check_text(value)
         with self._lock:
             if self._closed:
-                raise FlowForgeError("the client is closed")
+                raise InvalidArgument("the client is closed: make a new one, or call it before close()")
             for last in (False, True):
                 connection = self._connected(check=not repeatable)
                 try:
@@ -303,8 +316,71 @@ class Client:
             self._connection = None
 
 
-def _name_of(workflow: Workflow | str) -> str:
-    return workflow.name if isinstance(workflow, Workflow) else workflow
+def is_connection_string(dsn: object) -> bool:
+    """Whether libpq can read it. Its own message is kept from view: it may quote a part of the password."""
+    if not isinstance(dsn, str):
+        return False
+    try:
+        conninfo.conninfo_to_dict(dsn)
+    except psycopg.Error:
+        return False
+    return True
+
+
+# The database checks what an argument may be; refused here is what it would be asked in other words, or not
+# at all, so that the error names the argument.
+
+
+def _name_of(workflow: object) -> str:
+    if isinstance(workflow, Workflow):
+        return workflow.name
+    if not isinstance(workflow, str):
+        raise InvalidArgument(f"workflow must be a Workflow or the name of one, not {_shown(workflow)}")
+    return workflow
+
+
+def _text(value: object, what: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise InvalidArgument(f"{what} must be text, not {_shown(value)}")
+    return value
+
+
+def _whole(value: object, what: str) -> int:
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]  # that is the question
+            if -(2**63) <= number < 2**63:
+                return number
+    raise InvalidArgument(f"{what} must be a whole number, not {_shown(value)}")
+
+
+def _run(value: object) -> int:
+    return _whole(value, "run_id")
+
+
+def _labels(value: object) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidArgument(f"labels must be a dictionary, not {_shown(value)}")
+    return dict(value or {})
+
+
+def _is_sequence(value: object) -> bool:
+    """Whether it is a list of sorts. A dictionary or a text would be taken apart in a way nobody meant."""
+    return isinstance(value, Iterable) and not isinstance(value, Mapping | str | bytes)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _seconds(value: object, what: str) -> int | float:
+    if isinstance(value, int | float | timedelta):
+        with suppress(InvalidDefinition):  # whose words are those of a definition
+            length = seconds(value, what)
+            if length >= 0:
+                return length
+    raise InvalidArgument(f"{what} must be a number of seconds from 0, or a timedelta, not {_shown(value)}")
 
 
 def _json(value: object, what: str) -> str:
@@ -331,11 +407,10 @@ def _place(value: object, what: str) -> str:
     return what
 
 
-def _interval(delay: Duration) -> timedelta:
+def _interval(delay: object) -> timedelta:
+    length = _seconds(delay, "delay")
     try:
-        return timedelta(seconds=seconds(delay, "delay"))
-    except ValueError as error:
-        raise InvalidArgument(str(error)) from None
+        return timedelta(seconds=length)
     except OverflowError:
         raise InvalidArgument(f"delay is too long: {delay}") from None
 

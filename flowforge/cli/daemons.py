@@ -304,6 +304,8 @@ def up(
 
     config = Config.from_environment().replace(database_url=database_url, **_given(flags))
     server = None if config.database_url else EmbeddedPostgres(data_dir, port=port)
+    if server is None:
+        find_database(database_url)  # refuses what is no connection string
     if server is None and (data_dir or port):
         raise click.UsageError(
             "--data-dir and --port are for the embedded PostgreSQL, but a database is given."

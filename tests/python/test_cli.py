@@ -105,6 +105,16 @@ def test_flag_wins_over_the_environment(db: Database) -> None:
     shell("runs", "--database-url", db.dsn, code=exits.EXIT_FAILED)
 
 
+def test_connection_string_that_is_none_is_blamed_on_whoever_gave_it() -> None:
+    """And not shown: a part of it may be a password."""
+    says = "is not a PostgreSQL connection string"
+    for command in (["runs"], ["trigger", "x"], ["migrate"], ["scheduler"], ["up"]):
+        told = Shell("host=nowhere")(*command, "--database-url", "secret", code=exits.EXIT_CONFIG).stderr
+        assert told == f"error: --database-url {says} (URI or key=value)\n"
+        told = Shell("secret")(*command, code=exits.EXIT_CONFIG).stderr
+        assert told == f"error: FLOWFORGE_DATABASE_URL {says} (URI or key=value)\n"
+
+
 def test_refused_connection_says_what_to_check(db: Database) -> None:
     wrong = Shell(make_conninfo(db.dsn, dbname="nosuch"))
     for command in (("runs",), ("trigger", "orders")):

@@ -1,7 +1,7 @@
 """The client: each call, its errors, and what it does when its connection dies."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,7 +12,6 @@ from flowforge.config import Config
 from flowforge.errors import (
     ConfigError,
     DatabaseUnavailable,
-    FlowForgeError,
     IdempotencyConflict,
     InvalidArgument,
     NotFound,
@@ -188,6 +187,48 @@ def test_errors_name_what_is_wrong(client: Client) -> None:
         client.trigger(flow, delay=1e300)
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda client: client.trigger(7), "workflow must be a Workflow or the name of one, not 7"),
+        (lambda client: client.trigger(flow, priority="high"), "priority must be a whole number, not 'high'"),
+        (lambda client: client.trigger(flow, priority=True), "priority must be a whole number, not True"),
+        (lambda client: client.trigger(flow, version=1.5), "version must be a whole number, not 1.5"),
+        (lambda client: client.trigger(flow, idempotency_key=7), "idempotency_key must be text, not 7"),
+        (lambda client: client.trigger(flow, labels=["x"]), r"labels must be a dictionary, not \['x'\]"),
+        (lambda client: client.trigger(flow, delay="10x"), "delay must be a number of seconds .*, not '10x'"),
+        (lambda client: client.trigger(flow, delay=-1), "delay must be a number of seconds from 0"),
+        (
+            lambda client: client.trigger_many(flow, {"n": 1}),
+            "inputs must be a list of inputs, .* not {'n': 1}",
+        ),
+        (lambda client: client.trigger_many(flow, "text"), "inputs must be a list of inputs, .* not 'text'"),
+        (lambda client: client.trigger_many(flow, 3), "inputs must be a list of inputs, .* not 3"),
+        (
+            lambda client: client.trigger_many(flow, [1], idempotency_keys="k"),
+            "idempotency_keys must be a list of texts, .* not 'k'",
+        ),
+        (
+            lambda client: client.trigger_many(flow, [1], idempotency_keys=[7]),
+            "each of idempotency_keys must be text",
+        ),
+        (lambda client: client.wait("abc"), "run_id must be a whole number, not 'abc'"),
+        (lambda client: client.wait(1, timeout="10x"), "timeout must be a number of seconds .*, not '10x'"),
+        (lambda client: client.wait(1, timeout=-1), "timeout must be a number of seconds from 0, .* not -1"),
+        (lambda client: client.result(2**63), "run_id must be a whole number, not 9223372036854775808"),
+        (lambda client: client.result(1, 7), "task must be text, not 7"),
+        (lambda client: client.cancel(None), "run_id must be a whole number, not None"),
+        (lambda client: client.cancel(1, reason=7), "reason must be text, not 7"),
+        (lambda client: client.retry(1, from_task=flow), "from_task must be text"),
+        (lambda client: client.retry(1, request_id=7), "request_id must be text, not 7"),
+    ],
+)
+def test_argument_that_will_not_do_is_named(call: Callable[[Client], object], says: str) -> None:
+    """With what is allowed, and before the database is asked: there is none."""
+    with Client("host=127.0.0.1 port=1") as client, pytest.raises(InvalidArgument, match=f"^{says}"):
+        call(client)
+
+
 def test_wait_ends_when_its_time_is_over(client: Client) -> None:
     run_id = client.trigger(flow)
     with pytest.raises(WaitTimeout, match=f"run {run_id} of workflow 'sums'") as timeout:
@@ -288,7 +329,7 @@ def test_wait_in_one_thread_leaves_the_client_to_others(client: Client) -> None:
 def test_closed_client_refuses(client: Client) -> None:
     client.close()
     client.close()
-    with pytest.raises(FlowForgeError, match="closed"):
+    with pytest.raises(InvalidArgument, match="closed"):
         client.trigger(flow)
 
 
@@ -296,6 +337,9 @@ def test_database_comes_from_the_environment(db: Database, monkeypatch: pytest.M
     monkeypatch.setenv("FLOWFORGE_DATABASE_URL", db.dsn)
     with Client() as client:
         assert client.define(flow).created
+    for garbage in ("garbage", 7):
+        with pytest.raises(ConfigError, match=r"^dsn is not a PostgreSQL connection string"):
+            Client(garbage)  # type: ignore[arg-type]
     monkeypatch.delenv("FLOWFORGE_DATABASE_URL")
     with pytest.raises(ConfigError, match="FLOWFORGE_DATABASE_URL"):
         Client()
