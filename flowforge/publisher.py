@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 
 from flowforge import db, log
-from flowforge.broker import Message, Outcome, PublishChannel
+from flowforge.broker import Message, Outcome, PublishChannel, unusable
 from flowforge.config import Config
 from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable, ConfigError
 from flowforge.runner import Daemon, crash_point
@@ -20,8 +20,13 @@ from flowforge.runner import Daemon, crash_point
 class Publisher(Daemon):
     """The duty of the publisher, for `runner.run`. Raises ConfigError when no broker is configured.
 
-    What the broker refuses for good ends it until its first tick has succeeded; from then on, and a missing
-    permission from the start, is waited for: health names it, and nothing is marked."""
+    At the start, until its first tick has succeeded, it ends over what the broker refuses for good: its
+    login, an exchange of another type, or each and every queue, since then the mistake is in its own
+    settings. From then on such things are waited for, a missing permission even from the start: health names
+    it, and nothing is marked.
+
+    A queue among others that cannot be used, as one that exists with other arguments, never ends it, nor
+    touches the others: health names it, its orders are kept and refused with the reason."""
 
     name = "publisher"
     role = "flowforge_publisher"
@@ -46,7 +51,8 @@ class Publisher(Daemon):
         self._channel.start()
         self._new_connection = True
         self._started = False
-        self._told = ""
+        self._told = ""  # the misconfiguration that was logged
+        self._told_wrong: dict[str, str] = {}  # likewise of queues
         self.tick_limit = 60.0 + config.confirm_timeout + config.blocked_timeout
 
     def on_connect(self) -> None:
@@ -72,8 +78,11 @@ class Publisher(Daemon):
         self._channel.wait_ready(1.0)
         self._channel.check()
         if self._new_connection:
-            self._declare(conn, [row[0] for row in self._call(conn, "select flowforge.queue_names()")])
+            queues = [str(row[0]) for row in self._call(conn, "select flowforge.queue_names()")]
+            self._declare(conn, queues)
+            self._check_start(queues)
             self._new_connection = False
+        self._tell_wrong()
         self._offer_again(conn)
         undeclared, done = self._publish(conn)
         if undeclared:
@@ -87,8 +96,27 @@ class Publisher(Daemon):
     def _call(self, conn: db.Connection, query: str, *params: object) -> list[tuple[object, ...]]:
         return db.call(conn, query, params, lock_timeout=self._config.lock_timeout)
 
-    def _declare(self, conn: db.Connection, queues: Iterable[object]) -> None:
-        self._channel.ensure(str(queue) for queue in queues)
+    def _check_start(self, queues: list[str]) -> None:
+        errors = [self._channel.wrong.get(queue) for queue in queues if unusable(queue) is None]
+        if not self._started and errors and all(type(error) is BrokerMisconfigured for error in errors):
+            raise BrokerMisconfigured(str(errors[0]))
+
+    def _tell_wrong(self) -> None:
+        wrong = {queue: str(error) for queue, error in self._channel.wrong.copy().items()}
+        for queue, error in wrong.items() - self._told_wrong.items():
+            self._log.error("a queue cannot be used; its orders are kept", queue=queue, error=error)
+        for queue in self._told_wrong.keys() - wrong.keys():
+            self._log.info("the queue can be used again", queue=queue)
+        self._told_wrong = wrong
+
+    def trouble(self) -> str:
+        """The queues that cannot be used, three of them by name."""
+        wrong = [str(error) for _, error in sorted(self._channel.wrong.copy().items())]
+        more = [f"and {len(wrong) - 3} more queues"] if len(wrong) > 3 else []
+        return "; ".join(wrong[:3] + more)
+
+    def _declare(self, conn: db.Connection, queues: Iterable[str]) -> None:
+        self._channel.ensure(queues)
         self._offer_again(conn)
 
     def _offer_again(self, conn: db.Connection) -> None:

@@ -1,4 +1,4 @@
-"""One connection in its own thread: making it, keeping it, declaring what is used, telling its state."""
+"""One connection in its own thread: making it, keeping it, telling its state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 import pika
@@ -17,13 +17,7 @@ from pika.adapters.select_connection import IOLoop
 from flowforge import log
 from flowforge.config import Config, without_password
 from flowforge.db import Backoff
-from flowforge.errors import (
-    BrokerBlocked,
-    BrokerError,
-    BrokerForbidden,
-    BrokerMisconfigured,
-    BrokerUnavailable,
-)
+from flowforge.errors import BrokerBlocked, BrokerError, BrokerMisconfigured, BrokerUnavailable
 
 # Whatever it has to say arrives here as an exception and is logged once, by us.
 logging.getLogger("pika").setLevel(logging.CRITICAL)
@@ -293,50 +287,6 @@ class Client(threading.Thread, abc.ABC):
         if (resume := self._waiting.pop(channel, None)) is not None:
             resume(error=reason)
 
-    def _declare(self, queues: Iterable[str], gone: set[str]) -> Steps:
-        """Declare exchanges and `queues`; those that were not there are added to `gone`, at once, so that the
-        evidence outlasts whatever fails afterwards."""
-        names = self._names
-        arguments = {"x-queue-type": self._config.queue_type}
-        channel = yield from self._channel()
-        try:
-            yield from self._ask(
-                channel, "exchange_declare", exchange=names.exchange, exchange_type="direct", durable=True
-            )
-            yield from self._ask(
-                channel, "exchange_declare", exchange=names.dead, exchange_type="fanout", durable=True
-            )
-            yield from self._ask(
-                channel, "queue_declare", queue=names.dead, durable=True, arguments=arguments
-            )
-            yield from self._ask(channel, "queue_bind", queue=names.dead, exchange=names.dead, routing_key="")
-            arguments = {**arguments, "x-dead-letter-exchange": names.dead}
-            for queue in queues:
-                try:
-                    yield from self._ask(channel, "queue_declare", queue=names.queue(queue), passive=True)
-                except pika.exceptions.ChannelClosedByBroker as exc:
-                    if exc.reply_code != 404:
-                        raise
-                    gone.add(queue)
-                    channel = yield from self._channel()
-                yield from self._ask(
-                    channel, "queue_declare", queue=names.queue(queue), durable=True, arguments=arguments
-                )
-                yield from self._ask(
-                    channel,
-                    "queue_bind",
-                    queue=names.queue(queue),
-                    exchange=names.exchange,
-                    routing_key=queue,
-                )
-        except pika.exceptions.ChannelClosedByBroker as exc:
-            if exc.reply_code == 403:
-                raise BrokerForbidden(f"the broker refuses: {exc.reply_text}") from exc
-            if exc.reply_code == 406:
-                raise BrokerMisconfigured(_mismatch(exc.reply_text)) from exc
-            raise
-        channel.close()
-
 
 def cause(exc: BaseException) -> str:
     """What pika's exception says, in one line; it nests the cause in wrappers whose own text is empty."""
@@ -345,20 +295,3 @@ def cause(exc: BaseException) -> str:
     if wrapped:
         return cause(wrapped[-1])
     return f"{type(exc).__name__}: {exc}".strip(": ").replace("\n", " ")
-
-
-def _mismatch(text: str) -> str:
-    """The broker's refusal of a declaration, naming what it is about, and both values where it tells them."""
-    found = re.search(
-        r"inequivalent arg '(.+?)' for (queue|exchange) '(.+?)' in vhost '.*?': "
-        r"received (.+?) but current is (.+)",
-        text,
-    )
-    if found is None:
-        return f"the broker refuses: {text}"
-    argument, kind, name, *values = found.groups()
-    expected, actual = (re.sub(r"^the value ('.*') of type '\w+'$", r"\1", value) for value in values)
-    return (
-        f"{kind} '{name}' exists with other arguments: {argument} should be {expected} and is {actual}; "
-        f"delete it, or change the setting that it follows"
-    )

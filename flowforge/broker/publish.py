@@ -7,16 +7,17 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pika
 import pika.exceptions
 
-from flowforge.broker.connection import Client, Resume, Steps, cause, unusable
+from flowforge.broker.connection import Resume, Steps, cause, unusable
+from flowforge.broker.declare import Declaring
 from flowforge.config import Config
-from flowforge.errors import BrokerForbidden, BrokerUnavailable
+from flowforge.errors import BrokerForbidden
 
 _HEADER_FRAME = (
     7 + 1 + 2 + 2 + 8
@@ -40,7 +41,8 @@ class Message:
 class Outcome:
     """What became of one message.
 
-    confirmed: the broker has it, in its queue. refused: nacked or returned; a later try may succeed.
+    confirmed: the broker has it, in its queue. refused: nacked or returned, or its queue cannot be used as it
+    is; a later try may succeed.
     permanent: this message can never be published. unknown: it may have arrived or not."""
 
     kind: Kind
@@ -110,18 +112,13 @@ class _Sent:
     returned: str | None = None
 
 
-class PublishChannel(Client):
+class PublishChannel(Declaring):
     """The publishing connection.
 
-    `start()` it, `ensure` the queues, then `publish_batch`; one caller at a time. `gone` holds the queues
-    that were not there when they were declared, at a reconnect too: what had been in them is lost. The caller
-    takes out what it has dealt with."""
+    `start()` it, `ensure` the queues, then `publish_batch`; one caller at a time."""
 
     def __init__(self, config: Config, name: str = "publisher") -> None:
         super().__init__(config, name)
-        self.gone: set[str] = set()
-        self._queues: set[str] = set()  # to be declared at every connect
-        self._declared: set[str] = set()  # there, as far as this connection knows
         self._publishing: Any = None
         self._tag = 0
         self._pending: deque[tuple[_Batch, int]] = deque()
@@ -131,26 +128,6 @@ class PublishChannel(Client):
         self._one_by_one = False
         self._slow: dict[str, float] = {}  # when a queue, not confirming since, last held up a batch
         self._frame_max = 0  # bytes that a frame may have on the last connection; 0: any number
-
-    def undeclared(self, queues: Iterable[str]) -> set[str]:
-        """Those of `queues` that `ensure` has to be called for before publishing to them."""
-        return {queue for queue in queues if queue not in self._declared and unusable(queue) is None}
-
-    def ensure(self, queues: Iterable[str], timeout: float = 10.0) -> None:
-        """Declare `queues`; those that were not there are in `gone` afterwards.
-
-        Raises BrokerMisconfigured when one exists with other arguments, BrokerUnavailable when it takes
-        longer."""
-        wanted, done = self.undeclared(queues), threading.Event()
-        if not wanted:
-            return
-        self.check()
-        self._post(lambda: self._spawn(self._ensure(wanted, done)))
-        with self._changed:
-            self._changed.wait_for(lambda: done.is_set() or self.state != "connected", timeout)
-        if not done.is_set():
-            self.check()
-            raise BrokerUnavailable("the broker did not answer in time")
 
     def publish_batch(self, messages: Sequence[Message], timeout: float) -> list[Outcome]:
         """Publish `messages`, in order but pipelined, and say what became of each, in order, within `timeout`
@@ -169,6 +146,8 @@ class PublishChannel(Client):
         """The properties, or the outcome of a message that cannot even be written down."""
         if (reason := unusable(message.queue)) is not None:
             return Outcome("permanent", reason)
+        if (error := self.wrong.get(message.queue)) is not None:
+            return Outcome("refused", str(error))
         try:
             properties = pika.BasicProperties(
                 message_id=message.message_id,
@@ -188,17 +167,10 @@ class PublishChannel(Client):
 
     # -- in the thread
 
-    def _ensure(self, queues: set[str], done: threading.Event) -> Steps:
-        self._queues |= queues
-        yield from self._declare(sorted(queues), self.gone)
-        self._declared |= queues
-        with self._changed:
-            done.set()
-            self._changed.notify_all()
-
     def _set_up(self) -> Steps:
-        yield from self._declare(sorted(self._queues), self.gone)
-        self._declared = set(self._queues)
+        self._declared.clear()
+        # Those that are wrong are looked at later: the broker may close the connection over one.
+        yield from self._declare(self._queues - self.wrong.keys())
         yield from self._open_publishing()
 
     def _open_publishing(self) -> Steps:

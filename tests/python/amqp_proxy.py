@@ -33,8 +33,8 @@ class AmqpProxy:
     """Forwards 127.0.0.1:`port` to the broker of `url`; a context manager. Its own `url` leads through it.
 
     `confirms` is what the broker confirmed so far, noted before the publisher could know. A message whose
-    type is in `closures` does not reach the broker: its channel, or from code 500 on or 320 its connection,
-    is closed with that reply code and text."""
+    type, or a declaration of a queue whose name, is in `closures` does not reach the broker: its channel, or
+    from code 500 on or 320 its connection, is closed with that reply code and text."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -123,6 +123,8 @@ class _Link:
             if channel in self._closed_to_client:
                 if isinstance(method, spec.Channel.CloseOk):
                     self._closed_to_client.discard(channel)
+            elif (queue := getattr(method, "queue", None)) in self._proxy.closures:
+                self._close(channel, *self._proxy.closures[queue])
             elif isinstance(method, spec.Basic.Publish):
                 held[channel] = data
             elif isinstance(value, frame.Header) and channel in held:

@@ -12,7 +12,7 @@ from flowforge.broker.publish import blame
 from flowforge.config import Config
 from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable
 from tests.python.amqp_proxy import AmqpProxy
-from tests.python.channels import TIMEOUT, User, kinds, message, opening, publisher
+from tests.python.channels import TIMEOUT, User, ensure, kinds, message, opening, publisher
 from tests.services.process import wait_until
 from tests.services.rabbitmq import Broker, RabbitServer
 
@@ -20,6 +20,19 @@ from tests.services.rabbitmq import Broker, RabbitServer
 @pytest.fixture
 def config(rabbit_server: RabbitServer, amqp_namespace: str) -> Config:
     return Config(amqp_urls=(rabbit_server.url,), namespace=amqp_namespace, blocked_timeout=1.0)
+
+
+@pytest.fixture
+def proxy(rabbit_server: RabbitServer) -> Iterator[AmqpProxy]:
+    with AmqpProxy(rabbit_server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def user(rabbit_server: RabbitServer) -> Iterator[User]:
+    user = User(rabbit_server)
+    yield user
+    user.delete()
 
 
 @pytest.fixture
@@ -135,10 +148,81 @@ def test_other_arguments_are_named_with_both_values(
         said = f"exchange '{config.namespace}.flowforge' .* type should be 'direct' and is 'topic'"
     channel: PublishChannel = opened(PublishChannel(config))
     channel.wait_ready(TIMEOUT)
-    with pytest.raises(BrokerMisconfigured, match=said):
-        channel.ensure({"q"})
-    with pytest.raises(BrokerMisconfigured, match=said):
-        channel.check()
+    if kind == "exchange":
+        with pytest.raises(BrokerMisconfigured, match=said):
+            channel.check()
+        return
+    channel.ensure({"q"})
+    assert said in str(channel.wrong["q"])
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queues are looked at every little while."""
+    monkeypatch.setattr(PublishChannel, "look_interval", 0.1)
+
+
+@pytest.mark.parametrize("remedy", ["deleted", "made anew"])
+@pytest.mark.usefixtures("often")
+def test_a_queue_that_cannot_be_used_is_refused_alone_and_comes_back_by_itself(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any], remedy: str
+) -> None:
+    name = f"{config.namespace}.flowforge.evil"
+    rabbit.declare(name, arguments={"x-queue-type": "classic"})
+    channel = publisher(config, opened, "evil", "q")
+    generation = channel.generation
+    for _ in range(2):
+        bad, good = channel.publish_batch([message("evil"), message("q")], TIMEOUT)
+        assert (bad.kind, good.kind) == ("refused", "confirmed")
+        assert f"queue '{name}' exists with other arguments" in bad.reason
+        # At a fresh connection just as well.
+        if channel.generation == generation:
+            channel._post(lambda: channel._abort("test"))
+            wait_until(
+                lambda: channel.generation > generation and channel.state == "connected", "another one"
+            )
+    assert not channel.undeclared({"evil", "q"})
+    assert channel.gone == set()
+    rabbit.delete_queue(name)
+    if remedy == "made anew":
+        arguments = {"x-queue-type": "quorum", "x-dead-letter-exchange": f"{config.namespace}.flowforge.dead"}
+        with suppress(exceptions.ChannelClosedByBroker):  # the publisher may come first
+            rabbit.declare(name, arguments=arguments)
+    wait_until(lambda: not channel.wrong, "the queue to be right")
+    assert channel.gone == {"evil"}  # what was in the other one is lost
+    assert kinds(channel, message("evil"), message("q")) == ["confirmed", "confirmed"]
+
+
+def test_a_queue_over_which_the_connection_is_closed_is_left_out(
+    config: Config, opened: Callable[[Any], Any], proxy: AmqpProxy
+) -> None:
+    proxy.closures[f"{config.namespace}.flowforge.evil"] = (541, "INTERNAL_ERROR")
+    channel: PublishChannel = opened(PublishChannel(config.replace(amqp_urls=(proxy.url,))))
+    assert channel.wait_ready(TIMEOUT)
+    ensure(channel, {"evil", "q"})
+
+    def goes_on() -> bool:
+        with suppress(BrokerUnavailable):
+            return kinds(channel, message("evil"), message("q")) == ["refused", "confirmed"]
+        return False
+
+    wait_until(goes_on, "the other queue's message")
+    assert "closes the connection over queue" in str(channel.wrong["evil"])
+    proxy.closures.clear()
+    wait_until(lambda: not channel.wrong, "the queue to be right")
+
+
+@pytest.mark.usefixtures("often")
+def test_a_queue_that_only_its_user_may_not_declare_is_refused_alone(
+    config: Config, opened: Callable[[Any], Any], user: User
+) -> None:
+    user.may_write(f"^{config.namespace}[.]flowforge([.]q|[.]dead)?$")
+    channel = publisher(config.replace(amqp_urls=(user.url,)), opened, "evil", "q")
+    assert kinds(channel, message("evil"), message("q")) == ["refused", "confirmed"]
+    assert isinstance(channel.wrong["evil"], BrokerForbidden)
+    user.may_write(".*")
+    wait_until(lambda: not channel.wrong, "the permission to be noticed")
+    assert kinds(channel, message("evil")) == ["confirmed"]
 
 
 @pytest.mark.parametrize("part", ["password", "virtual host"])
@@ -197,12 +281,6 @@ def test_a_connection_that_the_broker_closes_is_judged_by_the_reply_code(code: i
     assert blame(exceptions.StreamLostError("")) == "other"
 
 
-@pytest.fixture
-def proxy(rabbit_server: RabbitServer) -> Iterator[AmqpProxy]:
-    with AmqpProxy(rabbit_server.url) as proxy:
-        yield proxy
-
-
 @pytest.mark.parametrize(
     ("code", "text", "kind"),
     [
@@ -244,13 +322,6 @@ def test_a_message_is_not_blamed_for_the_end_of_a_connection(
     proxy.closures.clear()
     wait_until(lambda: channel.state == "connected", "the reconnect")
     assert kinds(channel, message(type="bad")) == ["confirmed"]
-
-
-@pytest.fixture
-def user(rabbit_server: RabbitServer) -> Iterator[User]:
-    user = User(rabbit_server)
-    yield user
-    user.delete()
 
 
 def test_a_user_who_may_not_publish_is_misconfigured_and_blames_no_message(

@@ -266,7 +266,7 @@ def test_the_longest_queue_name_is_none_too_long_for_the_broker(
         wait_until(lambda: box.waiting("ÿ" * 100) == 1, "the message")
 
 
-def test_a_queue_with_other_arguments_ends_the_publisher_and_marks_nothing(
+def test_queues_that_all_have_other_arguments_end_the_publisher_at_the_start_and_nothing_is_marked(
     config: Config, rabbit: Broker, outbox: Callable[..., Outbox], tmp_path: Any
 ) -> None:
     box = outbox()
@@ -280,6 +280,43 @@ def test_a_queue_with_other_arguments_ends_the_publisher_and_marks_nothing(
     assert read_health(tmp_path / "health")[1].startswith("publisher: failed")
     assert box.unpublished() == 1
     assert box.errors() == {None}
+
+
+def test_a_queue_with_other_arguments_among_others_is_refused_alone(
+    config: Config, rabbit: Broker, outbox: Callable[..., Outbox], tmp_path: Any
+) -> None:
+    """A client may have chosen its name: all other queues go on, at the start and afterwards."""
+    box = outbox({"name": "one", "queue": "evil"}, {"name": "two"})
+    rabbit.declare(box.name_of("evil"), arguments={"x-queue-type": "classic"})
+    kept = "select count(*) from flowforge.outbox where published_at is null and last_error like %s"
+    said = f"queue '{box.name_of('evil')}' exists with other arguments%"
+    for turn in (1, 2):
+        box.dispatch(2)
+        daemon = process("Publisher", config.replace(health_file=str(tmp_path / "health")))
+        try:
+            wait_until(lambda turn=turn: box.waiting() == 2 * turn, "the other queue's messages")  # type: ignore[misc]
+            wait_until(lambda turn=turn: box.value(kept, said) == 2 * turn, "the refusals")  # type: ignore[misc]
+            wait_until(lambda: "publisher: error (queue" in read_health(tmp_path / "health")[1], "health")
+        finally:
+            daemon.terminate()
+            _, errors = daemon.communicate(timeout=TIMEOUT)
+        assert daemon.returncode == runner.EXIT_OK
+        (line,) = [line for line in map(json.loads, errors.splitlines()) if line["level"] == "error"]
+        assert (line["queue"], line["error"].startswith(said.rstrip("%"))) == ("evil", True)
+    assert box.value("select min(tries) from flowforge.outbox where published_at is null") >= 1
+    with Running(Publisher(config), config) as running:
+        running.until("error")
+        # A client chooses one while the publisher runs.
+        late = outbox({"name": "one", "queue": "late"}, {"name": "two", "queue": "other"})
+        rabbit.declare(box.name_of("late"), arguments={"x-queue-type": "classic"})
+        late.dispatch()
+        wait_until(lambda: late.waiting("other") == 1, "the other queue's message")
+        wait_until(lambda: "late" in detail(running) and "evil" in detail(running), "both in health")
+        rabbit.delete_queue(box.name_of("evil"))
+        rabbit.delete_queue(box.name_of("late"))
+        wait_until(lambda: box.unpublished() == 0, "the marks")
+        running.until("ok")
+    assert (box.waiting("evil"), box.waiting("late")) == (4, 1)
 
 
 def test_a_user_who_may_not_publish_costs_no_task_run_and_is_waited_for(
