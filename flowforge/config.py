@@ -97,7 +97,8 @@ class Config:
     concurrency: int = _count(8, 1, 10_000, "worker: handlers that run at the same time")
     queues: tuple[str, ...] = _text(
         ("default",),
-        "worker: queues it takes work from, comma separated",
+        "worker: queues it takes work from, comma separated; left out, the commands worker and up serve "
+        "those that their tasks name",
         r"(?!dead$)[^\x00-\x1f\x7f]+",
         "queue names, comma separated, other than dead, the dead-letter queue",
     )

@@ -245,8 +245,15 @@ def test_daemons_run_until_they_are_told_to_stop(db: Database, tmp_path: Path) -
         "@hello.task\ndef greet(ctx):\n    return 'hello'\n"
     )
     environment = os.environ | {"FLOWFORGE_DATABASE_URL": db.dsn, "FLOWFORGE_AMQP_URL": ""}
-    greeting = Workflow("hello")
-    greeting.task(name="greet")(lambda ctx: None)
+    defined = subprocess.run(
+        [sys.executable, "-m", "flowforge", "define", "jobs"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert defined.stdout == "hello v1: new\n"
     daemons = [
         subprocess.Popen(
             [sys.executable, "-m", "flowforge", *command],
@@ -259,7 +266,6 @@ def test_daemons_run_until_they_are_told_to_stop(db: Database, tmp_path: Path) -
     ]
     try:
         with Client(db.dsn) as client:
-            client.define(greeting)
             result = client.wait(client.trigger("hello"), timeout=60)
             assert result.outputs == {"greet": "hello"}
     finally:

@@ -1,5 +1,6 @@
 """What the documents show works: their code runs, their commands and files exist."""
 
+import inspect
 import json
 import re
 import types
@@ -8,8 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from flowforge import Client
+from flowforge import Client, Context, Workflow
 from flowforge.cli import cli
+from tests.python import settings
 from tests.python.workbench import Bench
 from tests.services.database import Database
 
@@ -44,22 +46,86 @@ def test_commands_exist(page: Path) -> None:
         assert command in cli.list_commands(click.Context(cli)), command
 
 
+def module_of(page: str, *codes: str) -> types.ModuleType:
+    """A module of the page's code."""
+    module = types.ModuleType(Path(page).stem)
+    for code in codes:
+        exec(compile(code, page, "exec"), module.__dict__)  # noqa: S102 - that is the test
+    return module
+
+
 def test_the_python_of_the_readme_runs(bench: Bench) -> None:
-    (code,) = blocks("README.md", "python")
-    module = types.ModuleType("etl")
-    exec(compile(code, "README.md", "exec"), module.__dict__)  # noqa: S102 - that is the test
+    module = module_of("README.md", *blocks("README.md", "python"))
     with bench.worker(module.etl), Client(bench.db.dsn) as client:
         client.define(module.etl)
         run = client.trigger("etl", {"rows": 10})
         assert client.wait(run, timeout=60).outputs == {"total": 285}
+        assert client.wait(client.trigger("etl"), timeout=60).outputs == {"total": 5}
 
 
 def test_the_sql_of_the_readme_runs(db: Database) -> None:
+    """In a database where there are other runs already: it is its own run that it cancels and retries."""
+    etl = module_of("README.md", *blocks("README.md", "python")).etl
+    with Client(db.dsn) as client:
+        client.define(etl)
+        other = client.trigger("etl")
     (code,) = blocks("README.md", "sql")
+    run, answers = None, []
     with db.connect() as conn:
-        conn.execute(code.encode())
-        row = conn.execute("select state::text from flowforge.run where run_id = 1").fetchone()
-        assert row == ("running",), "it was cancelled, then retried"
+        for statement in re.split(r";$| \\gset$", code, flags=re.MULTILINE):
+            if statement.strip():
+                answers += conn.execute(statement.replace(":run", str(run)).encode()).fetchall()
+                if "as run" in statement:
+                    [run] = answers[-1]
+        assert run != other
+        defined, triggered, *tasks, cancelled, reset = answers
+        assert (defined, triggered) == (("etl", 1, False), (run,))
+        assert [row[:2] for row in tasks] == [(task, "pending") for task in etl.tasks]
+        assert (cancelled, reset) == ((True,), (3,)), "cancelled, then retried: three tasks"
+        versions = conn.execute("select versions from flowforge.workflow_status").fetchall()
+        assert versions == [(1,)], "it is the same workflow in both languages"
+
+
+def test_the_guide_to_python_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its code in the order of the page; the grants for the handlers' table before that."""
+    shop, unit_test, load, client_code = blocks("docs/python.md", "python")
+    logins, table = blocks("docs/python.md", "sql")
+    with bench.db.connect() as conn:
+        with conn.transaction(force_rollback=True):  # roles are the server's: they must not stay
+            conn.execute(logins.encode())
+            conn.execute(table.encode())
+            for role, group in re.findall(r"^create role (\w+) +login in role (\w+)", logins, re.MULTILINE):
+                row = conn.execute("select pg_has_role(%s, %s, 'usage')", [role, group]).fetchone()
+                assert row == (True,)
+            row = conn.execute("select has_table_privilege('shop_worker', 'booking', 'insert')").fetchone()
+            assert row == (True,)
+        conn.execute(table.partition(";")[0].encode())
+    guide = module_of("docs/python.md", shop, unit_test, load)
+    queues = sorted(guide.bills.queues | guide.load.queues)
+    assert queues == ["billing", "default"]
+    monkeypatch.setenv("FLOWFORGE_DATABASE_URL", bench.db.dsn)
+    with bench.worker(guide.bills, guide.load, queues=queues), Client() as client:
+        exec(compile(client_code, "docs/python.md", "exec"), guide.__dict__)  # noqa: S102 - that is the test
+        assert guide.result.outputs == {"total": 60}
+        client.define(guide.load)
+        loaded = client.wait(client.trigger("load", {"rows": ["a", "b"]}), timeout=60)
+        assert loaded.outputs == {"notify": "2 rows", "book": {"booked": True}}
+        empty = client.wait(client.trigger("load", {"rows": []}), timeout=60)
+        assert "there are no rows" in empty.errors["copy"]
+        assert bench.all("select rows from booking") == [(2,)]
+
+
+def test_the_guide_to_python_names_all_there_is() -> None:
+    """Every option of a task and every public name of a context."""
+    text = (ROOT / "docs/python.md").read_text()
+    for option in inspect.signature(Workflow.task).parameters:
+        assert option in ("self", "function") or f"`{option}`" in text, option
+    for name in vars(Context):
+        assert name.startswith("_") or re.search(rf"`ctx\.{name}\b", text), name
+
+
+def test_the_page_of_settings_is_current() -> None:
+    assert settings.PAGE.read_text() == settings.page()
 
 
 def test_the_sql_of_the_worker_protocol_runs(db: Database) -> None:
