@@ -8,6 +8,7 @@ is open while the broker is away or blocked, but for the bounded time in which t
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 
 from flowforge import db, log
@@ -15,6 +16,11 @@ from flowforge.broker import Message, Outcome, PublishChannel, unusable
 from flowforge.config import Config
 from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable, ConfigError
 from flowforge.runner import Daemon, crash_point
+
+_KEPT = {
+    "refused": "the broker refused messages; kept for a later try",
+    "unconfirmed": "messages were not confirmed in time; kept for a later try, they may have arrived",
+}
 
 
 class Publisher(Daemon):
@@ -153,23 +159,26 @@ class Publisher(Daemon):
         return set(), decided
 
     def _mark(self, tx: db.Connection, ids: list[int], outcomes: list[Outcome]) -> int:
-        """Record each order's outcome; an unknown one stays as it was, since its message may still arrive."""
+        """Record each order's outcome. An unknown one stays as it was, since its message may still arrive; so
+        does an unconfirmed one, but for the delay: a queue that never confirms must not hold up the rest."""
         pairs = list(zip(ids, outcomes, strict=True))
         confirmed = [each for each, outcome in pairs if outcome.kind == "confirmed"]
-        refused = [(each, outcome.reason) for each, outcome in pairs if outcome.kind == "refused"]
+        kept = [(each, outcome) for each, outcome in pairs if outcome.kind in ("refused", "unconfirmed")]
         permanent = [(each, outcome.reason) for each, outcome in pairs if outcome.kind == "permanent"]
         if confirmed:
             tx.execute("select flowforge.mark_published(%s::bigint[])", [confirmed])
-        if refused:
+        if kept:
             tx.execute(
                 "select flowforge.mark_refused(%s::bigint[], %s::text[])",
-                [[each for each, _ in refused], [reason for _, reason in refused]],
+                [[each for each, _ in kept], [outcome.reason for _, outcome in kept]],
             )
-            self._log.warning("the broker refused messages; kept", count=len(refused), error=refused[0][1])
+            for outcome, count in Counter(outcome for _, outcome in kept).items():
+                if outcome.reason not in self._told_wrong.values():
+                    self._log.warning(_KEPT[outcome.kind], count=count, error=outcome.reason)
         for each, reason in permanent:
             tx.execute("select flowforge.mark_unpublishable(%s, %s)", [each, reason])
             self._log.error("a message can never be published; parked", outbox=each, error=reason)
-        return len(confirmed) + len(refused) + len(permanent)
+        return len(confirmed) + len(kept) + len(permanent)
 
 
 def _message(

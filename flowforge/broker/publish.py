@@ -23,7 +23,7 @@ _HEADER_FRAME = (
     7 + 1 + 2 + 2 + 8
 )  # bytes around the properties: frame, its end, class, weight, size of the body
 
-Kind = Literal["confirmed", "refused", "permanent", "unknown"]
+Kind = Literal["confirmed", "refused", "unconfirmed", "permanent", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,9 @@ class Outcome:
     """What became of one message.
 
     confirmed: the broker has it, in its queue. refused: nacked or returned, or its queue cannot be used as it
-    is; a later try may succeed.
-    permanent: this message can never be published. unknown: it may have arrived or not."""
+    is; a later try may succeed. unconfirmed: sent, and no confirm came in time; it may have arrived or not.
+    permanent: this message can never be published. unknown: the connection or the time was over; it may have
+    arrived or not, and may not even have been sent."""
 
     kind: Kind
     reason: str = ""
@@ -285,9 +286,9 @@ class PublishChannel(Declaring):
 
     def _late(self, batch: _Batch, seconds: float) -> None:
         """The time for `batch` is over. A quorum queue without a leader confirms nothing, and the broker
-        holds up whatever else is on the same channel. So what is open is refused for now, the next try has a
-        fresh connection, and the queue that the first of them waits for comes last in it, and alone; of
-        several such queues none stays behind another."""
+        holds up whatever else is on the same channel. So the next try has a fresh connection, and the queue
+        that the first open message waits for comes last in it, and alone; of several such queues none stays
+        behind another."""
         if self.state != "connected":
             self._answer(batch, Outcome("unknown", f"no confirm within {seconds:g} s"))
             return
@@ -298,7 +299,7 @@ class PublishChannel(Declaring):
                 each.settle(index, Outcome("unknown", f"not sent within {seconds:g} s"))
         if self._sent:
             self._slow[next(iter(self._sent.values())).key[1]] = time.monotonic()
-        self._answer(batch, Outcome("refused", f"no confirm within {seconds:g} s"))
+        self._answer(batch, Outcome("unconfirmed", f"no confirm within {seconds:g} s"))
         self._abort("confirms are missing")
 
     def _answer(self, batch: _Batch, outcome: Outcome) -> None:

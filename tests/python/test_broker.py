@@ -228,7 +228,8 @@ def test_of_two_queues_that_hold_up_a_batch_none_stays_behind_the_other(
     assert rabbit_server.process is not None
     rabbit_server.process.send_signal(signal.SIGSTOP)
     try:
-        assert channel.publish_batch([message("q")], 0.5)[0].kind == "refused"
+        (outcome,) = channel.publish_batch([message("q")], 0.5)
+        assert (outcome.kind, outcome.reason) == ("unconfirmed", "no confirm within 0.5 s")
     finally:
         rabbit_server.process.send_signal(signal.SIGCONT)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowforge import runner
-from flowforge.broker import ConsumeChannel
+from flowforge.broker import ConsumeChannel, PublishChannel
 from flowforge.config import Config
 from flowforge.errors import ConfigError
 from flowforge.publisher import Publisher
@@ -186,6 +186,21 @@ def test_what_was_in_a_queue_that_is_gone_is_published_again_at_once(
         wait_until(lambda: box.waiting() == 3, "the messages")
         assert sorted(properties.message_id for properties, _ in box.messages()) == before
     assert box.value("select max(attempt) from flowforge.task_run") == 1
+
+
+def test_a_queue_that_is_deleted_while_nothing_is_published_is_noticed(
+    config: Config, rabbit: Broker, outbox: Callable[..., Outbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PublishChannel, "look_interval", 0.1)
+    box = outbox()
+    box.conn.execute("select flowforge.configure_queue('default', redispatch_delay => interval '1 hour')")
+    with Running(Publisher(config), config) as running:
+        box.dispatch(3)
+        wait_until(lambda: box.waiting() == 3 and box.unpublished() == 0, "the messages and their marks")
+        rabbit.delete_queue(box.name_of())
+        wait_until(lambda: box.waiting() == 3, "the messages again")
+        running.until("ok")
+    assert sorted(properties.message_id for properties, _ in box.messages()) == box.dispatches()
 
 
 def test_a_consumer_that_comes_back_first_hides_no_loss(
@@ -386,8 +401,9 @@ def test_a_broker_that_is_away_is_waited_for_without_a_transaction(
 
 
 def test_a_queue_that_confirms_nothing_holds_up_no_other(
-    config: Config, rabbit_server: RabbitServer, outbox: Callable[..., Outbox]
+    config: Config, rabbit_server: RabbitServer, outbox: Callable[..., Outbox], caplog: Any
 ) -> None:
+    """Whether its messages arrived is not known, and nothing says that the broker refused them."""
     box = outbox({"name": "one"}, {"name": "two", "queue": "other"})
     hasty = config.replace(confirm_timeout=1)
     # A quorum queue killed when it is brand new has no leader afterwards and never confirms.
@@ -406,6 +422,9 @@ def test_a_queue_that_confirms_nothing_holds_up_no_other(
         running.until("ok")
         assert box.unpublished() == 2
     assert len({properties.message_id for properties, _ in box.messages("other")}) == 2
+    told = {each.getMessage() for each in caplog.records if each.levelname == "WARNING"}
+    assert any("not confirmed in time" in each for each in told)
+    assert not any("refused" in each for each in told)
 
 
 @pytest.mark.parametrize("moment", ["after-fetch", "after-confirm", "after-mark", "after-commit"])
