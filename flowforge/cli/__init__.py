@@ -78,6 +78,10 @@ def cli() -> None:
     Start one:            flowforge trigger etl --input '{"day": "2025-01-31"}' --wait
     Look at it:           flowforge runs;  flowforge show 1;  flowforge watch 1
 
+    \b
+    In production:        flowforge migrate; flowforge define my_project.workflows;
+                          then flowforge scheduler and flowforge worker my_project.workflows
+
     The database is the one of --database-url or FLOWFORGE_DATABASE_URL, else the embedded one that `flowforge
     up` is running.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,18 @@ def parse_json(text: str) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def command(arguments: str) -> str:
+    """A command to go on with, as it works in this place: with the database that the present one was given,
+    unless that holds a password.
+    """
+    from flowforge.config import without_password
+
+    context = click.get_current_context(silent=True)
+    url = context.params.get("database_url") if context else None
+    option = f" --database-url {shlex.quote(url)}" if url and url == without_password(url) else ""
+    return f"flowforge {arguments}{option}"
 
 
 # -- the database

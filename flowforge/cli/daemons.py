@@ -22,6 +22,7 @@ from flowforge.cli.common import (
     seconds,
 )
 from flowforge.config import Config, variable, without_password
+from flowforge.errors import ConfigError
 
 if TYPE_CHECKING:
     from flowforge.definition import Workflow
@@ -117,11 +118,18 @@ _worker_options = _options(
 
 def _configured(database_url: str | None, flags: dict[str, Any]) -> Config:
     """The configuration of a daemon, and its log set up."""
-    return _logging(find_database(database_url).replace(**_given(flags)))
+    return _logging(_replaced(find_database(database_url), flags))
 
 
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value not in (None, ())}
+def _replaced(config: Config, flags: dict[str, Any]) -> Config:
+    """The configuration with the options that were given, each blamed by its own name."""
+    for option in click.get_current_context().command.params:
+        if option.name in flags and (value := flags[option.name]) not in (None, ()):
+            try:
+                config = config.replace(**{option.name: value})
+            except ConfigError as error:
+                raise click.BadParameter(f"it {str(error).partition(' ')[2]}", param=option) from None
+    return config
 
 
 def _serving(config: Config, queues: Iterable[str], workflows: Iterable[Workflow]) -> Config:
@@ -302,7 +310,7 @@ def up(
     from flowforge.cli.loading import load_workflows
     from flowforge.embedded import EmbeddedPostgres
 
-    config = Config.from_environment().replace(database_url=database_url, **_given(flags))
+    config = _replaced(Config.from_environment().replace(database_url=database_url), flags)
     server = None if config.database_url else EmbeddedPostgres(data_dir, port=port)
     if server is None:
         find_database(database_url)  # refuses what is no connection string

@@ -12,6 +12,7 @@ import click
 from flowforge.cli.common import (
     Integer,
     acting,
+    command,
     database,
     database_option,
     duration,
@@ -94,7 +95,8 @@ def trigger(
     """Start a run of WORKFLOW and print its id.
 
     With --wait it prints the outputs of the last tasks instead, and ends with the run: exit code 0 when it
-    succeeded, 1 when it failed or was cancelled.
+    succeeded, 1 when it failed or was cancelled. The run goes on when the waiting ends before it, by Ctrl-C
+    or --timeout. The login needs flowforge_client, and for the picture flowforge_reader.
 
     \b
     Examples:
@@ -106,6 +108,8 @@ def trigger(
 
     if len(dict(labels)) < len(labels):
         raise click.UsageError("A label is given twice: each key can have one value.")
+    if timeout is not None and not wait:
+        raise click.UsageError("--timeout is for --wait.")
     with Client(find_database(database_url).database_url) as client:
         with acting("flowforge_client"):
             try:
@@ -122,8 +126,8 @@ def trigger(
                 if "no version" in str(error):
                     raise
                 raise NotFound(
-                    f"there is no workflow {workflow!r}; register it: flowforge define MODULE; see which "
-                    "there are: flowforge workflows"
+                    f"there is no workflow {workflow!r}; register it: {command('define MODULE')}; "
+                    f"see which there are: {command('workflows')}"
                 ) from error
         if not wait:
             print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
@@ -172,7 +176,7 @@ def _print_result(result: RunResult, as_json: bool) -> None:
     for task, error in result.errors.items():
         click.echo(f"{task} failed: {first_line(error)}", err=True)
     if result.errors:
-        click.echo(f"More: flowforge show {result.run_id}", err=True)
+        click.echo(f"More: {command(f'show {result.run_id}')}", err=True)
 
 
 @click.command()

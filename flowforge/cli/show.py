@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from flowforge.cli.common import (
+    command,
     console,
     database,
     database_option,
@@ -50,7 +51,7 @@ def show(run_id: int, elements: bool, task: str | None, database_url: str | None
     with database(database_url) as connection:
         found = select(connection, "select * from flowforge.run_status where run_id = %s", [run_id])
         if not found:
-            raise NotFound(f"there is no run {run_id}; see which there are: flowforge runs")
+            raise NotFound(f"there is no run {run_id}; see which there are: {command('runs')}")
         tasks = select(
             connection,
             "select * from flowforge.task_run_status where run_id = %s "
@@ -106,7 +107,9 @@ def _print_errors(run_id: int, tasks: list[dict[str, Any]]) -> None:
         click.secho(f"{_task_name(each)}, attempt {each['attempt']}:", bold=True)
         click.echo("\n".join(f"  {line}".rstrip() for line in each["error"].strip().splitlines()))
     if len(told) > _FULL_ERRORS:
-        click.echo(f"\n{len(told) - _FULL_ERRORS} more errors are left out: flowforge show {run_id} --json")
+        click.echo(
+            f"\n{len(told) - _FULL_ERRORS} more errors are left out: {command(f'show {run_id} --json')}"
+        )
 
 
 def _is_more_to_tell(task: dict[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import click
 
 from flowforge.cli.common import (
     STATES,
+    command,
     database,
     database_option,
     duration,
@@ -68,7 +69,7 @@ def snapshot(connection: db.Connection, run_id: int) -> Snapshot:
     """The run as it stands. Raises NotFound."""
     runs = select(connection, _RUN, [run_id])
     if not runs:
-        raise NotFound(f"there is no run {run_id}; see which there are: flowforge runs")
+        raise NotFound(f"there is no run {run_id}; see which there are: {command('runs')}")
     return Snapshot(runs[0], select(connection, _TASKS, [run_id, run_id]))
 
 
@@ -259,7 +260,7 @@ def first_line(text: str) -> str:
 
 def goes_on(run_id: int) -> str:
     """What to tell whoever no longer waits for a run."""
-    return f"Run {run_id} goes on: flowforge watch {run_id}, or flowforge cancel {run_id}"
+    return f"Run {run_id} goes on: {command(f'watch {run_id}')}, or {command(f'cancel {run_id}')}"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import click
 
 from flowforge.cli.common import (
     acting,
+    command,
     database,
     database_option,
     find_database,
@@ -106,6 +107,6 @@ def workflows(ctx: click.Context, database_url: str | None, as_json: bool) -> No
         columns |= {"registered": "registered", "versions": "versions"}
         print_table(columns, [each | {"registered": local_time(each["registered_at"])} for each in found])
     else:
-        click.echo("No workflows are registered; register some: flowforge define MODULE", err=True)
+        click.echo(f"No workflows are registered; register some: {command('define MODULE')}", err=True)
     if not found:
         ctx.exit(EXIT_FAILED)

@@ -277,6 +277,23 @@ def test_daemons_run_until_they_are_told_to_stop(db: Database, tmp_path: Path) -
     assert "worker: stopped" in logs[1]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--lease", "0", "it is '0.0'; allowed is a number of seconds from 1 to 86400"),
+        ("--queue", "dead", "it is 'dead'; allowed is queue names"),
+        ("--amqp-url", "http://x", "it cannot be read; allowed is amqp://"),
+        ("--concurrency", "many", "'many' is not a valid integer"),
+    ],
+)
+def test_option_that_will_not_do_is_blamed_by_its_name(option: str, value: str, says: str) -> None:
+    """And not the variable that it stands for, which nobody has set."""
+    for command in ("up", "worker"):
+        told = Shell("host=nowhere")(command, "jobs", option, value, code=exits.EXIT_USAGE).stderr
+        assert option in told.partition("Invalid value for ")[2].partition(": ")[0]
+        assert says in told
+
+
 def test_publisher_without_a_broker_says_what_to_set(db: Database) -> None:
     assert "FLOWFORGE_AMQP_URL" in Shell(db.dsn)("publisher", code=exits.EXIT_CONFIG).stderr
 

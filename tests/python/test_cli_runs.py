@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from flowforge import Client, Context, PermanentError, Workflow
 from flowforge.cli import exits
@@ -92,6 +94,19 @@ def test_trigger_wait_gives_up_in_time(shell: Shell) -> None:
     assert "flowforge watch 2" in result.stderr
 
 
+def test_commands_that_are_told_name_the_database_that_was_given(shell: Shell) -> None:
+    """Else they would not work as they stand. Never a password."""
+    dsn = shell.environment["FLOWFORGE_DATABASE_URL"]
+    shell.environment["FLOWFORGE_DATABASE_URL"] = ""
+    wait = ("trigger", "orders", "-w", "--timeout", "0", "--database-url")
+    told = shell(*wait, dsn, code=exits.EXIT_TIMEOUT).stderr
+    command = re.search(r"flowforge (watch 1 --database-url .*), or flowforge cancel 1 --database-url", told)
+    assert command is not None
+    assert "goes on" in shell(*shlex.split(command[1]), "--timeout", "0", code=exits.EXIT_TIMEOUT).stderr
+    told = shell(*wait, make_conninfo(dsn, password="secret"), code=exits.EXIT_TIMEOUT).stderr
+    assert "flowforge watch 2, or flowforge cancel 2\n" in told
+
+
 def test_trigger_wait_needs_the_clients_role_alone(live: Shell, db: Database) -> None:
     """Without the views there is no picture, and the result all the same, of one run."""
     client = Shell(db.create_login("flowforge_client"))
@@ -166,6 +181,7 @@ def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> No
         (["--priority", "high"], "integer"),
         (["--version", "abc"], "'abc' is not a valid integer\\."),
         (["-l", "team=a", "-l", "team=b"], "given twice"),
+        (["--timeout", "5"], "--timeout is for --wait"),
         (["--nonsense"], "No such option"),
     ],
 )
