@@ -115,6 +115,14 @@ def test_the_guide_to_python_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         assert bench.all("select rows from booking") == [(2,)]
 
 
+def test_the_json_of_the_definition_is_the_workflow_of_the_guide(db: Database) -> None:
+    guide = module_of("docs/python.md", blocks("docs/python.md", "python")[0])
+    (definition,) = blocks("docs/definition.md", "json")
+    with Client(db.dsn) as client:
+        assert client.define(json.loads(definition)).created
+        assert not client.define(guide.bills).created
+
+
 def test_the_guide_to_python_names_all_there_is() -> None:
     """Every option of a task and every public name of a context."""
     text = (ROOT / "docs/python.md").read_text()
