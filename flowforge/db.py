@@ -33,6 +33,7 @@ logging.getLogger("psycopg").setLevel(logging.CRITICAL)
 __all__ = [
     "Backoff",
     "Connection",
+    "Cutoff",
     "begin",
     "call",
     "connect",
@@ -215,6 +216,30 @@ def sever(fileno: int) -> None:
     thread."""
     with suppress(OSError), socket.socket(fileno=os.dup(fileno)) as copy:
         copy.shutdown(socket.SHUT_RDWR)
+
+
+class Cutoff:
+    """Cuts one connection, from any thread, whatever has become of it: neither call raises.
+
+    The connection object cannot be asked for its socket at that moment: it belongs to another thread, raises
+    once it has noticed a loss, and the descriptor that it names may be somebody else's by then. So this holds
+    a descriptor of its own from the beginning.
+    """
+
+    def __init__(self, conn: Connection) -> None:
+        """Raises psycopg.Error when `conn` is lost, OSError when there is no descriptor left."""
+        self._socket = socket.socket(fileno=os.dup(conn.fileno()))
+        self._lock = threading.Lock()  # a closed descriptor may be another's at once
+
+    def cut(self) -> None:
+        """Whoever waits on the connection gets an error at once, and nothing of it commits any more."""
+        with self._lock, suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the connection, which needs to be closed by itself."""
+        with self._lock, suppress(OSError):
+            self._socket.close()
 
 
 class _Watchdog:

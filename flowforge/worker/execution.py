@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from flowforge.db import Connection, json_text, sever
+from flowforge.db import Connection, Cutoff, json_text
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
 from flowforge.worker.claim import Claim
 
@@ -59,7 +59,7 @@ class Execution:
     """
 
     __slots__ = (
-        "_abandoned", "_connection", "_ended", "_lock", "_stop", "_task", "alarm", "claim", "commit_unknown",
+        "_abandoned", "_cutoff", "_ended", "_lock", "_stop", "_task", "alarm", "claim", "commit_unknown",
         "committing", "deadline", "finished", "gone", "overdue", "progress", "renewed_at", "reported",
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ class Execution:
         self._stop: StopReason | None = None
         self._ended = False
         self._abandoned = False
-        self._connection: Connection | None = None
+        self._cutoff: Cutoff | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -161,24 +161,26 @@ class Execution:
 
     def attach(self, connection: Connection) -> None:
         """`connection` is about to hold the handler's transaction. Raises Cancelled or TimeLimitExceeded when
-        the handler must not go on, RuntimeError when it has a transaction open."""
+        the handler must not go on, RuntimeError when it has a transaction open, psycopg.Error when the
+        connection is lost already."""
         with self._lock:
             self.raise_if_not_owner()
             if self._ended:
                 raise Cancelled("the handler has ended; its context is of no use any more")
-            if self._connection is not None:
+            if self._cutoff is not None:
                 raise RuntimeError("a transaction of this task run is open already")
-            self._connection = connection
+            self._cutoff = Cutoff(connection)
 
     def detach(self) -> None:
         """The transaction is over; its connection is about to be closed."""
         with self._lock:
-            self._connection = None
+            if self._cutoff is not None:
+                self._cutoff.close()
+                self._cutoff = None
 
     def _cut(self) -> None:
-        # The socket, not the connection object: that belongs to the handler's thread, which may be inside it.
-        if self._connection is not None:
-            sever(self._connection.fileno())
+        if self._cutoff is not None:
+            self._cutoff.cut()
 
 
 # -- from the handler's end to a report
@@ -200,7 +202,7 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
             return Finish("succeeded", output=None if returned is None else json_text(returned))
         except NotStorable as exc:
             return Finish("failed", error=f"result {exc}", retryable=False)
-        except Exception as exc:  # noqa: BLE001 -- whatever the value's own methods raise
+        except BaseException as exc:  # noqa: BLE001 -- whatever the value's own methods raise
             return Finish("failed", error=f"result not storable: {describe(exc)}", retryable=False)
     if stop is StopReason.SHUTDOWN:
         return Release("shutdown")
@@ -216,7 +218,7 @@ def describe(exc: BaseException, *, trace: bool = True) -> str:
     text."""
     try:
         message = str(exc)
-    except Exception:  # noqa: BLE001 -- an exception that cannot even say what it is
+    except BaseException:  # noqa: BLE001 -- an exception that cannot even say what it is
         message = "(its message could not be made)"
     head = f"{type(exc).__name__}: {message}" if message else type(exc).__name__
     head = storable(head[:2000])

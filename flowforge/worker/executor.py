@@ -176,7 +176,7 @@ class Executor:
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler must not end the worker
             raised = exc
         self._leave_if_forked(raised)
-        self._ended(execution, execution.end(), begun, returned, raised, in_thread=True)
+        self._ended(execution, begun, returned, raised, in_thread=True)
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -211,7 +211,7 @@ class Executor:
         except BaseException as exc:  # noqa: BLE001 -- neither cancellation nor SystemExit may reach the loop
             raised = exc
         self._leave_if_forked(raised)
-        self._ended(execution, execution.end(), begun, returned, raised, in_thread=False)
+        self._ended(execution, begun, returned, raised, in_thread=False)
 
     def _leave_if_forked(self, raised: BaseException | None) -> None:
         """A handler forked, and this is the child on its way out: it must touch nothing of the parent's."""
@@ -222,30 +222,28 @@ class Executor:
     def _ended(
         self,
         execution: Execution,
-        in_time: bool,
         begun: bool,
         returned: object,
         raised: BaseException | None,
         *,
         in_thread: bool,
     ) -> None:
-        if in_time:
-            if begun:
-                report = judge(execution, returned, raised)
-                if execution.finished and (raised is not None or returned is not None):
-                    _log.warning(
-                        "what the handler did after its transaction had finished the task run does not count",
-                        task_run=execution.claim.task_run_id, error=type(raised).__name__ if raised else None,
-                    )  # fmt: skip
-            else:
-                report = None if execution.stop_reason is StopReason.LOST else Release("unstarted")
-            self._report(execution, report)
-        with self._changed:
-            self._running.discard(execution)
-            self._in_threads -= in_thread
-            self._lost -= not in_time
-            self._free += 1
-            self._changed.notify_all()
+        """One report, and the slot free again. Raises nothing: neither a thread nor the loop could go on."""
+        in_time = True
+        try:
+            in_time = execution.end()
+            if in_time:
+                self._report(execution, _report_of(execution, begun, returned, raised))
+        except BaseException as exc:  # noqa: BLE001 -- a task run that is not reported must not go unnoticed
+            _log.exception("a handler's end could not be reported", task_run=execution.claim.task_run_id)
+            self._on_broken(f"a handler's end could not be reported: {exc!r}")
+        finally:
+            with self._changed:
+                self._running.discard(execution)
+                self._in_threads -= in_thread
+                self._lost -= not in_time
+                self._free += 1
+                self._changed.notify_all()
 
     # -- time limits
 
@@ -304,6 +302,17 @@ class Executor:
         thread = threading.Thread(target=guarded, name=name, daemon=True)
         thread.start()
         return thread
+
+
+def _report_of(execution: Execution, begun: bool, returned: object, raised: BaseException | None) -> Report:
+    if not begun:
+        return None if execution.stop_reason is StopReason.LOST else Release("unstarted")
+    if execution.finished and (raised is not None or returned is not None):
+        _log.warning(
+            "what the handler did after its transaction had finished the task run does not count",
+            task_run=execution.claim.task_run_id, error=type(raised).__name__ if raised else None,
+        )  # fmt: skip
+    return judge(execution, returned, raised)
 
 
 async def _awaited(execution: Execution, coroutine: Awaitable[object]) -> object:

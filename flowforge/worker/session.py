@@ -30,6 +30,7 @@ class Session:
         """`purpose` ends the application_name; `on_connect` is called with each new connection."""
         self._config, self._purpose, self._on_connect = config, purpose, on_connect
         self._conn: db.Connection | None = None
+        self._cutoff: db.Cutoff | None = None
         self._backoff = db.Backoff()
         self.lost_since_answer = 0
 
@@ -92,11 +93,14 @@ class Session:
 
     def sever(self) -> None:
         """Make a call that is under way fail. From any thread."""
-        if (conn := self._conn) is not None and not conn.closed:
-            db.sever(conn.fileno())
+        if (cutoff := self._cutoff) is not None:
+            cutoff.cut()
 
     def close(self) -> None:
         """Close the connection; the next call makes another."""
+        if self._cutoff is not None:
+            self._cutoff.close()
+            self._cutoff = None
         if self._conn is not None:
             self._conn.close()
             self._conn = None
@@ -104,6 +108,7 @@ class Session:
     def _connected(self) -> db.Connection:
         if self._conn is None:
             self._conn = conn = self.connect()
+            self._cutoff = db.Cutoff(conn)
             if self._on_connect is not None:
                 with db.guard(conn, CALL_LIMIT):
                     self._on_connect(conn)

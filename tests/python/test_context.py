@@ -329,6 +329,37 @@ def test_time_limit_cuts_the_open_transaction(bench: Bench) -> None:
     assert effects(bench) == []
 
 
+def test_time_limit_of_a_handler_that_has_noticed_the_loss_of_its_connection(bench: Bench) -> None:
+    """There is nothing left to cut; the limit holds all the same, and the worker goes on."""
+    workflow = Workflow("w")
+    noticed: list[BaseException] = []
+
+    @workflow.task(time_limit=1)
+    def slow(ctx: Context) -> None:
+        with ctx.transaction() as tx:
+            try:
+                tx.execute("select pg_terminate_backend(pg_backend_pid())")
+            except psycopg.Error as exc:
+                noticed.append(exc)
+            Gate().wait(until=ctx.check_cancelled)
+
+    @workflow.task
+    def other(ctx: Context) -> str:
+        return "done"
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow, concurrency=1) as worker:
+        assert bench.wait_run(run) == ["failed"]
+        again = bench.trigger(workflow)
+        bench.wait_state(again, "other", "succeeded")
+        assert worker.counts["lost"] == 0
+        worker.asked.request()
+        assert worker.wait_ended() == 0
+    assert bench.task(run, "slow")["error"] == "time limit of 1 s exceeded"
+    assert noticed
+
+
 def test_what_is_given_back_at_shutdown_cannot_commit_any_more(bench: Bench) -> None:
     """The handler's thread outlives the grace time, and goes on to the end of its transaction."""
     workflow = Workflow("w")

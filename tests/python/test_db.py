@@ -304,6 +304,30 @@ def test_guards_that_ended_sever_nothing_and_the_earliest_goes_first(db: Databas
         assert a.execute("select 1").fetchall() == [(1,)]
 
 
+def test_a_cutoff_ends_a_call_and_never_raises_nor_strikes_another(db: Database) -> None:
+    """Whatever has become of the connection: in use, lost and noticed, or closed, and its descriptor given to
+    the next one."""
+    with database.connect(db.dsn, application_name="a") as conn:
+        cutoff = database.Cutoff(conn)
+        timer = threading.Timer(0.1, cutoff.cut)
+        timer.start()
+        with pytest.raises(psycopg.OperationalError):
+            conn.execute("select pg_sleep(300)")
+        timer.join()
+        with pytest.raises(psycopg.OperationalError):
+            conn.fileno()
+        cutoff.cut()
+        with pytest.raises(psycopg.OperationalError):
+            database.Cutoff(conn)
+    with database.connect(db.dsn, application_name="b") as other:
+        cutoff.cut()
+        cutoff.close()
+        with database.connect(db.dsn, application_name="c") as third:
+            cutoff.cut()
+            cutoff.close()
+            assert [each.execute("select 1").fetchone() for each in (other, third)] == [(1,), (1,)]
+
+
 # -- waking
 
 

@@ -4,16 +4,19 @@ lost."""
 import asyncio
 import functools
 import os
+import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import psycopg
 import pytest
 
+from flowforge.db import Connection
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
 from flowforge.worker.claim import Claim
 from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason, describe, judge
@@ -433,3 +436,123 @@ def test_what_does_not_stop_is_abandoned_with_its_slot(slots: Callable[..., Slot
     wait_until(lambda: bench.free() == 2, "the slots, back")
     assert bench.executor.lost == 0
     assert len(bench.reports) == 3
+
+
+# -- a handler's connection that is lost before it is cut
+
+
+class Losing:
+    """A handler's connection that libpq notices the loss of: from then on it has no socket to tell of."""
+
+    def __init__(self) -> None:
+        self.far, self._near = socket.socketpair()
+        self._lost = False
+
+    def fileno(self) -> int:
+        if self._lost:
+            raise psycopg.OperationalError("the connection is lost")
+        return self._near.fileno()
+
+    def attach(self, ctx: Any) -> None:
+        self._execution = ctx.execution
+        self._execution.attach(cast(Connection, self))
+        self._lost = True
+
+    def assert_cut(self) -> None:
+        self.far.settimeout(60)
+        assert self.far.recv(1) == b""
+        self._execution.detach()
+        self._near.close()
+        self.far.close()
+
+
+@pytest.mark.parametrize("kind", ["thread", "coroutine"])
+def test_a_handler_that_ends_with_its_connection_lost_is_reported(
+    slots: Callable[..., Slots], kind: str
+) -> None:
+    connection = Losing()
+
+    async def coroutine(ctx: Any) -> str:
+        connection.attach(ctx)
+        return "done"
+
+    def thread(ctx: Any) -> str:
+        connection.attach(ctx)
+        return "done"
+
+    bench = slots(1, thread=thread, coroutine=coroutine)
+    assert bench.run(kind) == Finish("succeeded", output='"done"')
+    connection.assert_cut()
+    wait_until(lambda: bench.free() == 1, "a free slot")
+    assert bench.broken == []
+
+
+@pytest.mark.parametrize("reason", [StopReason.TIME_LIMIT, StopReason.SHUTDOWN])
+def test_a_handler_is_stopped_with_its_connection_lost(
+    slots: Callable[..., Slots], reason: StopReason
+) -> None:
+    connection, gate = Losing(), Gate()
+
+    def h(ctx: Any) -> None:
+        connection.attach(ctx)
+        gate.wait(until=ctx.check)
+
+    bench = slots(1, h=h, good=lambda _: "good")
+    execution = bench.start("h", 0.1 if reason is StopReason.TIME_LIMIT else None)
+    if reason is StopReason.SHUTDOWN:
+        gate.await_arrivals()
+        assert bench.executor.stop_all(reason) == 1
+    expected = {
+        StopReason.TIME_LIMIT: Finish("failed", error="time limit of 0.1 s exceeded"),
+        StopReason.SHUTDOWN: Release("shutdown"),
+    }
+    assert bench.report(execution) == expected[reason]
+    connection.assert_cut()
+    assert bench.run("good", 100) == Finish("succeeded", output='"good"')
+    assert bench.broken == []
+
+
+@pytest.mark.parametrize("kind", ["thread", "coroutine"])
+def test_an_end_that_cannot_be_reported_is_told_and_frees_the_slot(
+    slots: Callable[..., Slots], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, not in a loop, and neither the thread nor the loop goes down with it."""
+    calls: list[Execution] = []
+
+    def end(self: Execution) -> bool:
+        calls.append(self)
+        raise RuntimeError("no end")
+
+    async def coroutine(_ctx: Any) -> str:
+        return "done"
+
+    bench = slots(1, thread=lambda _: "done", coroutine=coroutine)
+    with monkeypatch.context() as patched:
+        patched.setattr(Execution, "end", end)
+        execution = bench.start(kind)
+        wait_until(lambda: bench.free() == 1, "a free slot")
+    assert (bench.reports, calls) == ([], [execution])
+    assert len(bench.broken) == 1
+    assert bench.run(kind) == Finish("succeeded", output='"done"')
+
+
+class Leaving(dict[str, Any]):
+    def items(self) -> Any:
+        raise SystemExit(3)
+
+
+class Nameless(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+def test_no_value_and_no_exception_ends_the_thread_that_looks_at_it(slots: Callable[..., Slots]) -> None:
+    def fail(_ctx: Any) -> None:
+        raise Nameless
+
+    bench = slots(1, value=lambda _: Leaving(a=1), fail=fail)
+    for handler, error in (("value", "result not storable: SystemExit: 3"), ("fail", "Nameless: ")):
+        report = bench.run(handler)
+        assert isinstance(report, Finish)
+        assert (report.error or "").startswith(error)
+    assert bench.broken == []
