@@ -1,8 +1,10 @@
 """The installed daemons as processes of their own on real servers, a witness, and the checks that hold at the
 end of every scenario (G1 to G7 of docs/scenarios.md)."""
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any, Self
 
 from flowforge import Workflow
 from tests.python import scenario_flows
+from tests.python.amqp_proxy import AmqpProxy
 from tests.services.database import Database
 from tests.services.process import wait_until
 from tests.services.rabbitmq import Broker
@@ -73,18 +76,49 @@ class Cluster:
         self, db: Database, directory: Path, broker: Broker | None = None, namespace: str = ""
     ) -> None:
         self.db, self.broker, self.namespace, self.directory = db, broker, namespace, directory
+        # Publishers reach the broker through it.
+        self._wire = AmqpProxy(broker.url) if broker else None
         self._witness = directory / "witness"
         self._witness.touch()
         self.processes: list[Process] = []
         self._connection = db.connect()
-        # For G7: every mark, kept when the sweep deletes the order.
+        # What happens, noted where it happens: the sweep deletes orders, and a retry resets task runs.
         self._connection.execute(
             """
-            create table public.marked (dispatch_id uuid);
+            create table public.marked (
+                outbox_id bigint, dispatch_id uuid, fetched_at timestamptz default transaction_timestamp(),
+                at timestamptz default clock_timestamp());
+            create table public.handed_out (
+                id bigint generated always as identity, task_run_id bigint, attempt bigint, token bigint);
+            create table public.accepted (task_run_id bigint, attempt bigint, answer text);
+
             create function public.note_mark() returns trigger language plpgsql security definer as
-                'begin insert into public.marked values (new.dispatch_id); return new; end';
+                'begin insert into public.marked values (new.outbox_id, new.dispatch_id); return new; end';
             create trigger note_mark after update of published_at on flowforge.outbox
                 for each row when (new.published_at is not null) execute function public.note_mark();
+
+            create function public.note_task_run() returns trigger language plpgsql security definer as $$
+            begin
+                if new.fencing_token <> old.fencing_token then
+                    insert into public.handed_out (task_run_id, attempt, token)
+                    values (new.task_run_id, new.attempt, new.fencing_token);
+                end if;
+                if new.state = 'succeeded' and old.state <> 'succeeded' and new.fencing_token > 0 then
+                    insert into public.accepted values (new.task_run_id, new.attempt, new.output::text);
+                end if;
+                return new;
+            end $$;
+            create trigger note_task_run after update on flowforge.task_run
+                for each row execute function public.note_task_run();
+
+            create function public.note_attempt() returns trigger language plpgsql security definer as $$
+            begin
+                insert into public.accepted values (new.task_run_id, new.attempt, new.error);
+                return new;
+            end $$;
+            create trigger note_attempt after insert on flowforge.attempt
+                for each row when (new.answered and new.outcome <> 'succeeded')
+                execute function public.note_attempt();
             """
         )
         for workflow in vars(scenario_flows).values():
@@ -92,13 +126,19 @@ class Cluster:
                 self.value("select version from flowforge.define_workflow(%s)", json.dumps(workflow.spec()))
 
     def __enter__(self) -> Self:
+        if self._wire is not None:
+            self._wire.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         running = [process for process in self.processes if process.running()]
-        codes = {process.name: process.stop() for process in running}
+        try:
+            codes = {process.name: process.stop() for process in running}
+        finally:
+            if self._wire is not None:
+                self._wire.__exit__()
         self._connection.close()
         if error is None:
             assert set(codes.values()) <= {0}, codes
@@ -114,9 +154,12 @@ class Cluster:
         for name in names:
             command = [PROGRAM, name, *([FLOWS] if name == "worker" else [])]
             number = len(self.processes)
+            amqp = self.broker.url if self.broker else ""
+            if name == "publisher" and self._wire is not None:
+                amqp = self._wire.url
             settings = {
                 "FLOWFORGE_DATABASE_URL": self.db.dsn,
-                "FLOWFORGE_AMQP_URL": self.broker.url if self.broker else "",
+                "FLOWFORGE_AMQP_URL": amqp,
                 "FLOWFORGE_NAMESPACE": self.namespace,
                 "FLOWFORGE_LOG_FORMAT": "json",
                 "FLOWFORGE_LOG_LEVEL": "debug",
@@ -202,43 +245,57 @@ class Cluster:
         return f"{self.namespace}.flowforge.{name}" if self.namespace else f"flowforge.{name}"
 
     def check(self) -> None:
-        """G1 to G7: the invariants in the tables, what the witness saw against what was accepted, and what
-        was marked as published against the confirms in the publishers' logs."""
+        """G1 to G7: the invariants in the tables, what was accepted against the tokens handed out and what
+        the witness saw, and each mark of an order against what passed between publisher and broker."""
         violations = self.rows("select * from flowforge.violations()")
         assert not violations, violations
-        tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for entry in self.executions():
-            tokens[entry["task_run"], entry["attempt"]].append(entry["token"])
-        accepted = self.rows(
-            """
-            select task_run_id, attempt, fencing_token from flowforge.task_run
-            where state = 'succeeded' and fencing_token > 0
-            union
-            select task_run_id, attempt, fencing_token from flowforge.attempt where answered
-            """
-        )
-        per_attempt = Counter((task_run, attempt) for task_run, attempt, _ in accepted)
-        assert set(per_attempt.values()) <= {1}, "G5: two accepted finishes of one attempt"
-        for task_run, attempt, token in accepted:
-            seen = tokens[task_run, attempt]
-            assert seen, f"G5: task run {task_run} attempt {attempt} was accepted and never executed"
-            assert token == max(seen), f"G5: {task_run}: accepted under {token}, handed out were {seen}"
-        for (task_run, attempt), seen in tokens.items():
-            assert len(set(seen)) == len(seen), f"one token of task run {task_run} was executed twice: {seen}"
-            now = self.rows(
-                "select attempt, fencing_token from flowforge.task_run where task_run_id = %s", task_run
-            )
-            assert now[0] >= (attempt, max(seen)), f"G6: task run {task_run} went back"
-        marked = {str(dispatch) for (dispatch,) in self.rows("select dispatch_id from public.marked")}
-        confirmed = {
-            entry["dispatch"]
-            for process in self.processes
-            if "publisher" in process.name
-            for entry in process.entries()
-            if entry["event"] == "confirmed"
-        }
-        assert marked <= confirmed, f"G7: marked without a confirm: {marked - confirmed}"
+        self._check_tokens()
+        self._check_marks()
         assert not self.deadlocks(), "the server's log tells of a deadlock"
+
+    def _check_tokens(self) -> None:
+        """G5 and G6."""
+        handed: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for task_run, *pair in self.rows(
+            "select task_run_id, attempt, token from public.handed_out order by id"
+        ):
+            handed[task_run].append((pair[0], pair[1]))
+        for task_run, pairs in handed.items():
+            assert all(old[0] <= new[0] and old[1] < new[1] for old, new in itertools.pairwise(pairs)), (
+                f"G6: attempt or token of task run {task_run} went back: {pairs}"
+            )
+        executed: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for entry in self.executions():
+            executed[entry["task_run"], entry["attempt"]].append(entry["token"])
+        for (task_run, attempt), tokens in executed.items():
+            assert len(set(tokens)) == len(tokens), f"a token of task run {task_run} was executed twice"
+            unknown = {(attempt, token) for token in tokens} - set(handed[task_run])
+            assert not unknown, f"task run {task_run} was executed under tokens never handed out: {unknown}"
+        accepted = self.rows("select task_run_id, attempt, answer from public.accepted")
+        count = Counter((task_run, attempt) for task_run, attempt, _ in accepted)
+        assert set(count.values()) <= {1}, "G5: two accepted finishes of one attempt"
+        for task_run, attempt, answer in accepted:
+            assert executed[task_run, attempt], f"G5: {task_run}, attempt {attempt}, was never executed"
+            highest = max(token for which, token in handed[task_run] if which == attempt)
+            if (named := re.search(r'token"?:? (\d+)', answer or "")) is not None:
+                assert int(named[1]) == highest, f"G5: {task_run}: accepted {answer}, handed out {highest}"
+
+    def _check_marks(self) -> None:
+        """G7. Each mark has a confirm of its own, from within the transaction that fetched the order: a
+        confirm of another order of the same dispatch, or of an earlier try, proves nothing."""
+        confirms: dict[str, list[float]] = defaultdict(list)
+        for confirm in self._wire.confirms if self._wire else []:
+            confirms[confirm.message_id].append(confirm.at)
+        for outbox, dispatch, fetched, marked in self.rows(
+            """
+            select outbox_id, dispatch_id::text, extract(epoch from fetched_at)::float8,
+                extract(epoch from at)::float8
+            from public.marked order by at
+            """
+        ):
+            own = [at for at in confirms[dispatch] if fetched <= at <= marked]
+            assert own, f"G7: order {outbox} of dispatch {dispatch} was marked without a confirm"
+            confirms[dispatch].remove(own[0])
 
     def deadlocks(self) -> list[str]:
         return [line for line in self.db.server.log_of(self.db.name) if "deadlock detected" in line]

@@ -1,6 +1,6 @@
 """Workflows of the scenarios. Each handler tells a witness, a file outside the engine, what it executes, then
 does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "until": file,
-"output": …}.
+"output": …}. Output and error name the token, so that whatever is accepted tells whose it is.
 """
 
 import json
@@ -42,9 +42,9 @@ def act(ctx: Context) -> Any:
     if "exit" in asked:
         os._exit(asked["exit"])
     if asked.get("fail") is True or ("fail" in asked and Path(str(asked["fail"])).exists()):
-        raise RuntimeError("asked to fail")
+        raise RuntimeError(f"asked to fail, token {ctx.fencing_token}")
     _tell(ctx, "end")
-    return unstorable(asked["output"]) if "output" in asked else ctx.attempt
+    return unstorable(asked["output"]) if "output" in asked else {"token": ctx.fencing_token}
 
 
 def unstorable(kind: Any) -> Any:
