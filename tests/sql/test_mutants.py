@@ -62,6 +62,8 @@ def test_mutants(laboratory: Laboratory, mutant: Mutant) -> None:
             explore(laboratory, SCENARIOS[mutant.scenario])
     finally:
         laboratory.install("\n".join(right[name] for name in changed))
-    # It runs, and only then goes wrong.
-    assert not (getattr(caught.value, "sqlstate", None) or "").startswith("42"), caught.value
+    # It runs, and only then goes wrong; that a busy machine was too slow is no proof of anything.
+    sqlstate = getattr(caught.value, "sqlstate", None) or ""
+    assert not sqlstate.startswith("42"), caught.value
+    assert sqlstate != "57014", caught.value
     assert laboratory.met or not mutant.race, caught.value
