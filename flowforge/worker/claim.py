@@ -12,8 +12,9 @@ from uuid import UUID
 
 
 class Claim(NamedTuple):
-    """A claimed task run. `lease` and `time_limit` are in seconds; `time_limit` counts from the claim, None
-    means none.
+    """A claimed task run. `lease`, `time_limit` and `lease_left` are in seconds; `time_limit` counts from the
+    claim, None means none; `lease_left` counts from the answer, and is never more than what is left of the
+    time limit.
 
     `input`, `upstream_outputs`, `upstream_states` and `item` are JSON text, or None where the database has
     null.
@@ -34,6 +35,7 @@ class Claim(NamedTuple):
     map_index: int | None
     lease: float
     time_limit: float | None
+    lease_left: float
 
 
 class Answer(NamedTuple):
@@ -48,7 +50,8 @@ _COLUMNS = """
     select c."position", c.outcome, c.task_run_id, c.dispatch_id, c.fencing_token, c.attempt, c.run_id,
            c.workflow, c.task, c.handler, c.input::text, c.upstream_outputs::text, c.upstream_states::text,
            c.item::text, c.map_index,
-           extract(epoch from c.lease)::float8, extract(epoch from c.time_limit)::float8
+           extract(epoch from c.lease)::float8, extract(epoch from c.time_limit)::float8,
+           extract(epoch from c.lease_expires_at - clock_timestamp())::float8
 """
 
 CLAIM_TASK_RUNS = f"""{_COLUMNS}

@@ -46,6 +46,14 @@ class Parts(NamedTuple):
     on_crash: Callable[[str], None]
 
 
+class Sent(NamedTuple):
+    """When a claiming call was sent, by time.monotonic(): for the first time that may have reached the
+    database, and the time that was answered."""
+
+    first: float
+    last: float
+
+
 class Claimer(ABC):
     """A thread with its own connection that claims. `start`, `stop` and `close` are for the thread that owns
     the worker."""
@@ -112,25 +120,28 @@ class Claimer(ABC):
             return 0
         return self.parts.executor.reserve(most, timeout)
 
-    def _claim(self, query: str, *arguments: Any) -> tuple[list[Answer], float]:
-        """Ask until answered, each time for the very same; also when the call was sent that was answered.
+    def _claim(self, query: str, *arguments: Any) -> tuple[list[Answer], Sent]:
+        """Ask until answered, each time for the very same; also when that was.
 
         Raises psycopg.Error for a definite refusal, Unanswered when told to end.
         """
+        first = None
         while True:
-            sent = time.monotonic()
+            last = time.monotonic()
             try:
-                return answers(self.session.call(query, arguments)), sent
-            except Unanswered:
+                return answers(self.session.call(query, arguments)), Sent(first or last, last)
+            except Unanswered as exc:
+                if exc.sent and first is None:
+                    first = last
                 self._step_aside()
                 if self._given_up.wait(self.session.pause()):
                     raise
 
-    def _execute(self, claims: Sequence[Claim], sent: float) -> None:
+    def _execute(self, claims: Sequence[Claim], sent: Sent) -> None:
         """Run what was won, each in a slot reserved for it."""
         executor, finisher = self.parts.executor, self.parts.finisher
         self.parts.counts["claimed"] += len(claims)
-        executions = [Execution(claim, sent) for claim in claims]
+        executions = [Execution(claim, *sent) for claim in claims]
         self.parts.keeper.hold(executions)
         known = []
         for execution in executions:

@@ -63,16 +63,19 @@ class Execution:
         "committing", "deadline", "finished", "gone", "overdue", "progress", "renewed_at", "reported",
     )  # fmt: skip
 
-    def __init__(self, claim: Claim, claimed_at: float) -> None:
-        """`claimed_at`: time.monotonic() from before the claiming call was sent, so never later than the
-        database's."""
+    def __init__(self, claim: Claim, claimed_at: float, answered_at: float) -> None:
+        """By time.monotonic(), from before the claiming call was sent: `claimed_at` for the first time that
+        may have reached the database, `answered_at` for the time that was answered."""
         self.claim = claim
+        # Never later than the database's, which counts from the call that took effect. Whether that was the
+        # first is not known, so it may be too early after an outage, but not before the lease ends.
         self.deadline = None if claim.time_limit is None else claimed_at + claim.time_limit
+        self.prolong(answered_at + claim.lease_left)
         # Of the executor: when to look at the time limit next; whether it has passed.
         self.alarm, self.overdue = self.deadline, False
         # Of the lease keeper: when the lease was last extended; whether it was lost after the handler's end;
         # what progress it has reported.
-        self.renewed_at = claimed_at
+        self.renewed_at = answered_at
         self.gone = False
         self.reported: tuple[float, str | None] | None = None
         # Of the handler, for the lease keeper to look at: the progress it made.
@@ -97,6 +100,12 @@ class Execution:
     def ended(self) -> bool:
         """Whether the handler has ended or was abandoned: its report is made."""
         return self._ended
+
+    def prolong(self, lease_end: float) -> None:
+        """The lease lasts until `lease_end` at least, and so does the time limit, past which no lease is
+        extended."""
+        if self.deadline is not None:
+            self.deadline = max(self.deadline, lease_end)
 
     def raise_if_stopped(self) -> None:
         """Raises Cancelled or TimeLimitExceeded when the handler was told to stop."""

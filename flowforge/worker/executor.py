@@ -267,7 +267,10 @@ class Executor:
 
     def _out_of_time(self, execution: Execution) -> None:
         """First alarm: tell the handler to stop. Second: go on without it."""
-        if not execution.overdue:
+        if not execution.overdue and execution.deadline is not None:
+            if execution.deadline > time.monotonic():
+                execution.alarm = execution.deadline  # it was prolonged
+                return
             execution.overdue = True
             execution.alarm = time.monotonic() + STOP_MOMENT
             execution.stop(StopReason.TIME_LIMIT)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import psycopg
 
@@ -22,7 +23,7 @@ from flowforge.worker.session import Session, Unanswered, brief
 _log = log.of("worker")
 
 _RENEW = """
-    select r.outcome
+    select r.outcome, extract(epoch from r.lease_expires_at - clock_timestamp())::float8
     from flowforge.renew_leases(%s::bigint[], %s::bigint[], make_interval(secs => %s)) as r
     order by r."position"
 """
@@ -181,16 +182,18 @@ class LeaseKeeper:
                 default=float("inf"),
             )
 
-    def _ask(self, due: Sequence[Execution]) -> list[str]:
+    def _ask(self, due: Sequence[Execution]) -> list[tuple[Any, ...]]:
         ids = [each.claim.task_run_id for each in due]
         tokens = [each.claim.fencing_token for each in due]
         # An answer that takes longer than the next renewal is worth no more than a new connection.
         limit = max(1.0, min(each.claim.lease for each in due) / 3)
-        return [outcome for (outcome,) in self._session.call(_RENEW, [ids, tokens, self._lease], limit=limit)]
+        return self._session.call(_RENEW, [ids, tokens, self._lease], limit=limit)
 
-    def _apply(self, due: Sequence[Execution], now: float, outcomes: Sequence[str]) -> None:
-        for each, outcome in zip(due, outcomes, strict=True):
+    def _apply(self, due: Sequence[Execution], now: float, answers: Sequence[tuple[Any, ...]]) -> None:
+        for each, (outcome, lease_left) in zip(due, answers, strict=True):
             each.renewed_at = now
+            if lease_left is not None:
+                each.prolong(now + lease_left)
             if outcome == "cancel":
                 each.stop(StopReason.CANCEL)
             elif outcome == "busy":

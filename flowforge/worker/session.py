@@ -18,7 +18,11 @@ CALL_LIMIT = 60.0
 
 class Unanswered(Exception):
     """No answer: the connection was lost or could not be made. Whether the statement took effect is not
-    known."""
+    known, unless it was not even `sent`."""
+
+    def __init__(self, message: str, *, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
 
 
 class Session:
@@ -64,13 +68,14 @@ class Session:
         except (psycopg.Error, OSError) as exc:
             if not self._is_lost(exc):
                 raise
+            sent = self._conn is not None
             self.close()
             if self.healthy:
                 _log.warning(
                     "database connection lost; trying again", connection=self._purpose, error=brief(exc)
                 )
             self.lost_since_answer += 1
-            raise Unanswered(brief(exc)) from exc
+            raise Unanswered(brief(exc), sent=sent) from exc
         if not self.healthy:
             _log.info("database answers again", connection=self._purpose)
             self.lost_since_answer = 0

@@ -27,9 +27,9 @@ from tests.services.process import wait_until
 
 def an_execution(handler: str = "h", time_limit: float | None = None) -> Execution:
     claim = Claim(
-        1, uuid.uuid4(), 1, 1, 1, "w", "t", handler, "null", "{}", "{}", None, None, 30.0, time_limit
+        1, uuid.uuid4(), 1, 1, 1, "w", "t", handler, "null", "{}", "{}", None, None, 30.0, time_limit, 0.0
     )
-    return Execution(claim, time.monotonic())
+    return Execution(claim, time.monotonic(), time.monotonic())
 
 
 class Slots:
@@ -356,6 +356,22 @@ def test_time_limit_is_told_to_a_thread_that_looks(slots: Callable[..., Slots]) 
     assert [type(exc) for exc in caught] == [TimeLimitExceeded]
     assert bench.run("good") == Finish("succeeded", output='"good"')
     assert bench.executor.lost == 0
+
+
+def test_a_time_limit_that_was_prolonged_meanwhile_is_waited_for_anew(slots: Callable[..., Slots]) -> None:
+    gate = Gate()
+    bench = slots(1, h=lambda ctx: gate.wait(until=ctx.check))
+    assert bench.executor.reserve(1, timeout=10) == 1
+    execution = an_execution("h", 0.1)
+    first = execution.deadline
+    execution.prolong(time.monotonic() + 1000)
+    bench.executor.start([execution])
+    wait_until(lambda: execution.alarm != first, "the first alarm")
+    assert execution.alarm == execution.deadline
+    execution.prolong(time.monotonic())
+    assert execution.alarm == execution.deadline, "never shortened"
+    gate.open()
+    assert bench.report(execution) == Finish("succeeded")
 
 
 def test_nothing_is_raised_in_a_thread_that_does_not_look(slots: Callable[..., Slots]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import io
 import logging
 import threading
+import time
 
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import TimeLimitExceeded
@@ -145,6 +146,22 @@ def test_time_limit_is_an_attempt_like_any_other(any_bench: Bench) -> None:
         assert any_bench.wait_run(run) == ["succeeded"]
     assert any_bench.task(run, "busy")["output"] == 2
     assert any_bench.one("select error from flowforge.attempt") == "time limit of 0.5 s exceeded"
+
+
+def test_renewal_tells_that_the_time_limit_is_not_over(bench: Bench) -> None:
+    """After a claim of unknown outcome the worker knows the limit only from below; no lease extends past it,
+    so each renewal tells more."""
+    workflow = Workflow("w")
+
+    @workflow.task(lease=1, time_limit=1000)
+    def doubting(ctx: Context) -> None:
+        ctx._execution.deadline = time.monotonic() - 1
+        wait_until(lambda: (ctx.time_left() or 0) > 0, "time left")
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
 
 
 def test_busy_handlers_past_their_time_limit_hold_up_nobody(bench: Bench) -> None:

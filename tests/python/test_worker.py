@@ -92,6 +92,49 @@ def test_unknown_outcome_of_a_claim_is_asked_again_whole(
     assert {token for _, token in witness.executions} == {1}
 
 
+def test_time_limit_counts_from_the_call_that_claimed(bench: Bench, proxy: LossyProxy) -> None:
+    """And not from a repetition: the worker never lets a handler go on for longer than the database does."""
+    workflow = Workflow("w")
+    left: list[float] = []
+
+    @workflow.task(time_limit=1000, lease=30)
+    def look(ctx: Context) -> None:
+        left.append(
+            bench.one(
+                "select extract(epoch from deadline - clock_timestamp())::float8 from flowforge.task_run "
+                "where task_run_id = %s",
+                ctx.task_run_id,
+            )
+        )
+        left.append(ctx.time_left() or 0)
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    bench.wait_state(run, "look", "ready")
+    proxy.lose("flowforge.claim_", sent=True, times=3)
+    with bench.worker(workflow, database_url=proxy.dsn):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert proxy.lost == 3
+    in_database, in_worker = left
+    assert in_worker <= in_database
+
+
+def test_time_limit_is_not_used_up_while_the_database_is_away(bench: Bench, proxy: LossyProxy) -> None:
+    """Requests that may have claimed, but did not, for longer than the limit."""
+    workflow = Workflow("w")
+    workflow.task(name="task", time_limit=1)(lambda ctx: ctx.time_left())
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    bench.wait_state(run, "task", "ready")
+    proxy.lose("flowforge.claim_", sent=False, times=6)
+    with bench.worker(workflow, database_url=proxy.dsn):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert proxy.lost == 6
+    task = bench.task(run, "task")
+    assert 0 < task["output"] <= 1
+    assert task["fencing_token"] == 1, "it was not given back"
+
+
 @pytest.mark.parametrize("sent", [True, False], ids=["reply lost", "request lost"])
 def test_unknown_outcome_of_a_finish_is_asked_again(any_bench: Bench, proxy: LossyProxy, sent: bool) -> None:
     witness = Witness()
