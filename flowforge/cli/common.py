@@ -270,6 +270,11 @@ def _in_pipe(value: object) -> str:
     return " ".join(text.split())
 
 
+def counted(number: int, thing: str) -> str:
+    """1 task, 2 tasks."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def duration(value: timedelta | None) -> str | None:
     """A length of time for people: 12 ms, 3.4 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
     if value is None:

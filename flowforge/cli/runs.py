@@ -13,6 +13,7 @@ from flowforge.cli.common import (
     Integer,
     acting,
     command,
+    counted,
     database,
     database_option,
     duration,
@@ -126,8 +127,7 @@ def trigger(
                 if "no version" in str(error):
                     raise
                 raise NotFound(
-                    f"there is no workflow {workflow!r}; register it: {command('define MODULE')}; "
-                    f"see which there are: {command('workflows')}"
+                    f"there is no workflow {workflow!r}; register it: {command('define MODULE')}"
                 ) from error
         if not wait:
             print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
@@ -343,7 +343,7 @@ def retry(
         print_json({"run_id": run_id, "reset": reset})
     else:
         click.echo(
-            f"Run {run_id}: {reset} task {'run is' if reset == 1 else 'runs are'} run again."
+            f"Run {run_id}: {counted(reset, 'task run')} to run again."
             if reset
             else f"Run {run_id}: nothing to run again."
         )

@@ -9,6 +9,7 @@ import click
 from flowforge.cli.common import (
     command,
     console,
+    counted,
     database,
     database_option,
     duration,
@@ -106,10 +107,8 @@ def _print_errors(run_id: int, tasks: list[dict[str, Any]]) -> None:
         click.echo()
         click.secho(f"{_task_name(each)}, attempt {each['attempt']}:", bold=True)
         click.echo("\n".join(f"  {line}".rstrip() for line in each["error"].strip().splitlines()))
-    if len(told) > _FULL_ERRORS:
-        click.echo(
-            f"\n{len(told) - _FULL_ERRORS} more errors are left out: {command(f'show {run_id} --json')}"
-        )
+    if (left := len(told) - _FULL_ERRORS) > 0:
+        click.echo(f"\nLeft out: {counted(left, 'more error')}; {command(f'show {run_id} --json')}")
 
 
 def _is_more_to_tell(task: dict[str, Any]) -> bool:
@@ -156,7 +155,7 @@ def _task_row(task: dict[str, Any]) -> dict[str, object]:
     if task["waits"]:
         notes.append(f"waits: {task['waits']}" if task["state"] in ("pending", "ready") else task["waits"])
     if task["map_count"] is not None and task["state"] != "pending":
-        notes.append(f"{task['map_count']} elements")
+        notes.append(counted(task["map_count"], "element"))
     if task["progress"] is not None and task["state"] == "running":
         notes.append(f"{task['progress']:.0%} {task['progress_message'] or ''}".strip())
     if task["reaps"]:

@@ -14,6 +14,7 @@ import click
 from flowforge.cli.common import (
     STATES,
     command,
+    counted,
     database,
     database_option,
     duration,
@@ -200,7 +201,7 @@ def picture(snapshot: Snapshot, height: int) -> Group:
         seen = {task["task_run_id"] for task in shown}
         rest = Counter(task["state"] for task in snapshot.tasks if task["task_run_id"] not in seen)
         states = ", ".join(f"{count} {state}" for state, count in sorted(rest.items()))
-        parts.append(Text(f"… and {rest.total()} more tasks: {states}", style="dim"))
+        parts.append(Text(f"… and {counted(rest.total(), 'more task')}: {states}", style="dim"))
     return Group(*parts)
 
 

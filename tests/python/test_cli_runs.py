@@ -300,7 +300,7 @@ def test_show_output_of_what_did_not_succeed_is_an_error(db: Database) -> None:
         refused = shell("show", 1, "--output", "broken", code=exits.EXIT_FAILED)
         assert refused.stdout == ""
         assert refused.stderr == "error: task 'broken' of run 1 has not succeeded: it has no output\n"
-        assert shell("retry", 1).stdout == "Run 1: 1 task run is run again.\n"
+        assert shell("retry", 1).stdout == "Run 1: 1 task run to run again.\n"
 
 
 def test_show_tells_the_errors_of_a_big_map_in_short(db: Database) -> None:
@@ -313,7 +313,7 @@ def test_show_tells_the_errors_of_a_big_map_in_short(db: Database) -> None:
         shell("trigger", "wide", "-w", code=exits.EXIT_FAILED)
     shown = shell("show", 1).stdout
     assert shown.count('raise ValueError("no luck")') == 3
-    assert "\n7 more errors are left out: flowforge show 1 --json\n" in shown
+    assert "\nLeft out: 7 more errors; flowforge show 1 --json\n" in shown
     assert len(re.findall(r"^work\[\d\] +failed .* no luck", shown, re.MULTILINE)) == 10
 
 
