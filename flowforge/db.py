@@ -6,7 +6,6 @@ needs is set inside its own transaction (`call`, `begin`). Errors of psycopg pas
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 import logging
@@ -16,8 +15,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -243,56 +243,64 @@ class Cutoff:
 
 
 class _Watchdog:
-    """One thread that severs connections whose guard has run out."""
+    """One thread that severs connections whose guard has run out. It keeps what is guarded at present, which
+    is a handful, and nothing of what was."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._deadlines: list[tuple[float, int]] = []
-        self._open: dict[int, int] = {}
+        self._open: dict[int, tuple[float, int]] = {}  # until when, and a descriptor of our own
         self._keys = itertools.count()
+        self._wakes_at = float("inf")
         self._thread: threading.Thread | None = None
 
     def add(self, fileno: int, seconds: float) -> int:
         with self._changed:
             key = next(self._keys)
-            self._open[key] = os.dup(fileno)
-            entry = (time.monotonic() + seconds, key)
-            heapq.heappush(self._deadlines, entry)
+            self._open[key] = (time.monotonic() + seconds, os.dup(fileno))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True)
                 self._thread.start()
-            elif self._deadlines[0] is entry:
-                self._changed.notify()
+            self._wake_for(key)
             return key
+
+    def shorten(self, key: int, seconds: float) -> None:
+        with self._changed:
+            if key in self._open:
+                until, copy = self._open[key]
+                self._open[key] = (min(until, time.monotonic() + seconds), copy)
+                self._wake_for(key)
 
     def remove(self, key: int) -> None:
         with self._changed:
-            if (copy := self._open.pop(key, None)) is not None:
-                os.close(copy)
+            os.close(self._open.pop(key)[1])
+
+    def _wake_for(self, key: int) -> None:
+        # Only if it would sleep for too long: most guards end long before it has to look.
+        if self._open[key][0] < self._wakes_at:
+            self._changed.notify()
 
     def _run(self) -> None:
         with self._changed:
             while True:
-                while self._deadlines and self._deadlines[0][1] not in self._open:
-                    heapq.heappop(self._deadlines)
-                if not self._deadlines:
-                    self._changed.wait()
-                elif (left := self._deadlines[0][0] - time.monotonic()) > 0:
-                    self._changed.wait(left)
-                else:
-                    sever(self._open[heapq.heappop(self._deadlines)[1]])
+                now = time.monotonic()
+                for key, (until, copy) in self._open.items():
+                    if until <= now:
+                        sever(copy)
+                        self._open[key] = (float("inf"), copy)
+                self._wakes_at = min((until for until, _ in self._open.values()), default=float("inf"))
+                self._changed.wait(None if self._wakes_at == float("inf") else self._wakes_at - now)
 
 
 _watchdog = _Watchdog()
 
 
 @contextmanager
-def guard(conn: Connection, seconds: float) -> Generator[None]:
+def guard(conn: Connection, seconds: float) -> Generator[Callable[[float], None]]:
     """Bound the calls on `conn` inside the block: after `seconds` its socket is shut down, so that a call
     that waits for a server that no longer answers (a half-open path that keepalives don't notice) fails as a
-    lost connection."""
+    lost connection. What it gives, any thread may call with fewer seconds from now."""
     key = _watchdog.add(conn.fileno(), seconds)
     try:
-        yield
+        yield partial(_watchdog.shorten, key)
     finally:
         _watchdog.remove(key)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -302,6 +303,36 @@ def test_guards_that_ended_sever_nothing_and_the_earliest_goes_first(db: Databas
         with database.guard(a, TIMEOUT), pytest.raises(psycopg.OperationalError), database.guard(b, 0.1):
             b.execute("select pg_sleep(300)")
         assert a.execute("select 1").fetchall() == [(1,)]
+
+
+def test_a_guard_that_has_ended_leaves_nothing_behind(db: Database) -> None:
+    """However far away its end was."""
+
+    def kept() -> int:
+        held = [each for each in vars(database._watchdog).values() if isinstance(each, dict | list)]
+        return sum(map(len, held)) + len(list(Path("/proc/self/fd").iterdir()))
+
+    with database.connect(db.dsn, application_name="a") as conn, database.guard(conn, TIMEOUT):
+        before = kept()
+        for _ in range(1000):
+            with database.guard(conn, TIMEOUT):
+                assert kept() > before
+        assert kept() == before
+        assert conn.execute("select 1").fetchone() == (1,)
+
+
+def test_a_guard_may_be_shortened_by_another_thread_and_not_once_it_has_ended(db: Database) -> None:
+    with database.connect(db.dsn, application_name="a") as conn:
+        with database.guard(conn, 3600) as ended:
+            pass
+        ended(0)
+        with database.guard(conn, 3600) as shorten:
+            shorten(7200)
+            timer = threading.Timer(0.1, shorten, [0.1])
+            timer.start()
+            with pytest.raises(psycopg.OperationalError):
+                conn.execute("select pg_sleep(300)")
+            timer.join()
 
 
 def test_a_cutoff_ends_a_call_and_never_raises_nor_strikes_another(db: Database) -> None:
