@@ -230,11 +230,16 @@ def test_without_workflows_nothing_is_taken(db: Database) -> None:
 
 
 def test_broker_is_served_when_one_is_configured(db: Database, rabbit: Broker, amqp_namespace: str) -> None:
-    """Publisher and worker travel by RabbitMQ: without a publisher the run would not go on."""
+    """Publisher and worker travel by RabbitMQ: without a publisher the run would not go on. On a queue that
+    was unknown to the broker before, too."""
+    other = Workflow("other")
+    other.task(name="greet", queue="new ones")(greet.function)
     config = Config(database_url=db.dsn, amqp_urls=(rabbit.url,), namespace=amqp_namespace)
-    with running(config, flow) as state, Client(db.dsn) as client:
-        result = client.wait(client.trigger(flow, {"name": "you"}), timeout=60)
-        assert result.outputs == {"greet": "hello you"}
+    config = config.replace(queues=sorted(flow.queues | other.queues))
+    with running(config, flow, other) as state, Client(db.dsn) as client:
+        for each in (flow, other):
+            result = client.wait(client.trigger(each, {"name": "you"}), timeout=60)
+            assert result.outputs == {"greet": "hello you"}
     assert state.code == runner.EXIT_OK
 
 
