@@ -39,6 +39,16 @@ def test_each_command_has_help(command: str) -> None:
     assert f"./dev {command}" in done.stdout
 
 
+def test_ctrl_c_works_in_what_a_script_starts_in_the_background() -> None:
+    """A shell without job control has SIGINT ignored there, which every process below would inherit."""
+    asks = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    script = 'trap "" INT; "$1" run python -c "$2"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", CHECKOUT / "dev", asks], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+
+
 def test_an_unknown_command_is_answered_with_those_there_are() -> None:
     done = subprocess.run([CHECKOUT / "dev", "tets"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
