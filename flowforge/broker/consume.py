@@ -13,7 +13,7 @@ import pika.exceptions
 from flowforge.broker.connection import Client, Steps, cause, unusable
 from flowforge.config import Config
 from flowforge.db import Backoff
-from flowforge.errors import BrokerMisconfigured
+from flowforge.errors import BrokerForbidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,15 @@ class ConsumeChannel(Client):
         self._consuming = channel = yield from self._channel()
         channel.add_on_cancel_callback(lambda _: self._abort("a queue was deleted under its consumer"))
         missing = yield from self._look()
+        if not self._paused:
+            self._consume()
+        try:
+            # Whether this user may read a queue shows only by consuming; the answers come in order.
+            yield from self._ask(channel, "basic_qos", prefetch_count=self._prefetch)
+        except pika.exceptions.ChannelClosedByBroker as exc:
+            if exc.reply_code == 403:
+                raise BrokerForbidden(f"the broker forbids consuming: {exc.reply_text}") from exc
+            raise
         self._ready()
         self._after_look(missing)
 
@@ -115,7 +124,7 @@ class ConsumeChannel(Client):
                 self._there.append(queue)
             except pika.exceptions.ChannelClosedByBroker as exc:
                 if exc.reply_code == 403:
-                    raise BrokerMisconfigured(f"the broker refuses: {exc.reply_text}") from exc
+                    raise BrokerForbidden(f"the broker refuses: {exc.reply_text}") from exc
                 if exc.reply_code != 404:
                     raise
                 missing.append(queue)
@@ -217,11 +226,13 @@ class ConsumeChannel(Client):
             self._consuming.basic_nack(tag, requeue=requeue)
 
     def _channel_closed(self, channel: Any, reason: BaseException) -> None:
+        setting_up = channel in self._waiting
         super()._channel_closed(channel, reason)
         if channel is self._consuming:
             # Also when the broker closed only the channel: a fresh connection is the simplest fresh start.
             self._consuming = None
-            self._abort(cause(reason))
+            if not setting_up:
+                self._abort(cause(reason))
 
     def _forget(self) -> None:
         self._consuming = None

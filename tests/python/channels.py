@@ -80,7 +80,7 @@ def consumer(
 
 
 class User:
-    """A user of the broker who may do everything, but write only where it is allowed."""
+    """A user of the broker who may do everything, but write or read only where it is allowed."""
 
     def __init__(self, server: RabbitServer) -> None:
         self._server, self.name = server, f"u{secrets.token_hex(6)}"
@@ -92,3 +92,6 @@ class User:
 
     def may_write(self, pattern: str) -> None:
         self._server.ctl("set_permissions", self.name, ".*", pattern, ".*")
+
+    def may_read(self, pattern: str) -> None:
+        self._server.ctl("set_permissions", self.name, ".*", ".*", pattern)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from pika import exceptions
 
-from flowforge.broker import PublishChannel
+from flowforge.broker import ConsumeChannel, PublishChannel
 from flowforge.broker.publish import blame
 from flowforge.config import Config
 from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable
 from tests.python.amqp_proxy import AmqpProxy
-from tests.python.channels import TIMEOUT, User, ensure, kinds, message, opening, publisher
+from tests.python.channels import TIMEOUT, Inbox, User, ensure, kinds, message, opening, publisher
 from tests.services.process import wait_until
 from tests.services.rabbitmq import Broker, RabbitServer
 
@@ -358,3 +358,29 @@ def test_a_permission_taken_away_blames_no_message(
         wait_until(refused, "the state")
         assert states == {"unknown"}
         wait_until(lambda: channel.state == "connected", "the next connection")
+
+
+def test_a_user_who_may_not_consume_is_misconfigured_and_waits_longer_and_longer(
+    config: Config, opened: Callable[[Any], Any], user: User
+) -> None:
+    sender = publisher(config, opened, "q")
+    assert kinds(sender, message()) == ["confirmed"]
+    user.may_read("^$")
+    inbox = Inbox()
+    seen: set[str] = set()
+    channel: ConsumeChannel = opened(
+        ConsumeChannel(config.replace(amqp_urls=(user.url,)), ["q"], inbox.put, prefetch=1, name="worker")
+    )
+
+    def refused_often() -> bool:
+        seen.add(channel.state)
+        return channel.generation >= 4
+
+    wait_until(refused_often, "several connections")
+    assert seen == {"connecting", "misconfigured"}
+    with pytest.raises(BrokerForbidden, match=f"ACCESS_REFUSED.*{config.namespace}.flowforge.q"):
+        channel.check()
+    assert channel._backoff.next() > 0.2
+    user.may_read(".*")
+    inbox.take()
+    wait_until(lambda: channel.state == "connected", "the state")
