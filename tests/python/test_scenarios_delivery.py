@@ -123,6 +123,42 @@ def test_hd_05_nack(cluster: Cluster) -> None:
     cluster.check()
 
 
+def test_hd_06_queue_with_other_arguments(cluster: Cluster) -> None:
+    """The only work queue is there with other arguments: the publisher ends with one line that names the
+    queue and both values, is never well, and marks nothing. Without that queue all goes on."""
+    assert cluster.broker is not None
+    cluster.broker.declare(
+        cluster.queue(),
+        arguments={
+            "x-queue-type": "quorum",
+            "x-max-length": 5,
+            "x-dead-letter-exchange": f"{cluster.namespace}.flowforge.dead",
+        },
+    )
+    cluster.start("scheduler", "worker")
+    run = cluster.trigger("one")
+    wait_until(lambda: cluster.value("select count(*) from flowforge.outbox") == 1, "the order")
+    (publisher,) = cluster.start("publisher")
+    states = set()
+
+    def ended() -> bool:
+        states.add(publisher.health())
+        return not publisher.running()
+
+    wait_until(ended, "the publisher's end")
+    assert publisher.wait() == 7
+    assert "ok" not in states
+    (line,) = [entry for entry in publisher.entries() if entry["level"] == "error"]
+    for part in (f"queue '{cluster.queue()}'", "x-max-length should be none and is '5'"):
+        assert part in line["event"]
+    orders = "select published_at, parked_at, last_error, tries from flowforge.outbox"
+    assert cluster.rows(orders) == [(None, None, None, 0)]
+    cluster.broker.delete_queue(cluster.queue())
+    cluster.start("publisher")
+    assert cluster.wait_ended(run) == ["succeeded"]
+    cluster.check()
+
+
 def test_hd_12_published_and_not_marked(cluster: Cluster) -> None:
     """The publisher dies between the confirm and the mark: two messages, one dispatch id, one claim; the
     other delivery is recognised."""
