@@ -121,6 +121,9 @@ class Declaring(Client):
             # Noted at once, so that the evidence outlasts whatever fails afterwards.
             self._missing.add(queue)
             channel = yield from self._channel()
+        else:
+            if queue in self._declared:
+                return channel  # a look costs one question for each queue
         arguments = {"x-queue-type": self._config.queue_type, "x-dead-letter-exchange": self._names.dead}
         yield from self._ask(channel, "queue_declare", queue=name, durable=True, arguments=arguments)
         yield from self._ask(
