@@ -99,13 +99,14 @@ class Worker:
         self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
         self.counts: Counter[str] = Counter()
         self._config, self._stop = config, stop
-        self._health = health or runner.Health("worker", config.health_file)
+        self.health = health or runner.Health("worker", config.health_file)
         self._broken: str | None = None
+        renew, finish = Session(config, "renew"), Session(config, "finish")
         self._keeper = LeaseKeeper(
-            Session(config, "renew"), self.name, config.queues, config.concurrency, config.lease, self.counts,
+            renew, self.name, config.queues, config.concurrency, config.lease, self.counts,
             self._break_down,
         )  # fmt: skip
-        self._finisher = Finisher(Session(config, "finish"), self._keeper, self.counts, self._break_down)
+        self._finisher = Finisher(finish, self._keeper, self.counts, self._break_down)
         self._executor = Executor(
             handlers,
             config.concurrency,
@@ -118,6 +119,7 @@ class Worker:
         )
         self._messages = MessageClaimer(parts) if config.uses_broker else None
         self._claimer: Claimer = self._messages or QueueClaimer(parts)
+        self._sessions = (self._claimer.session, finish, renew)
 
     @property
     def left_behind(self) -> bool:
@@ -133,7 +135,7 @@ class Worker:
             self._start()
         except FlowForgeError as exc:
             _log.error(str(exc))
-            self._health.report("failed", str(exc))
+            self.health.report("failed", str(exc))
             if self._messages is not None:
                 self._messages.channel.close()
             return runner.exit_code(exc)
@@ -141,7 +143,7 @@ class Worker:
         answered = self._shut_down()
         _log.info("stopped", **self._totals())
         if self._broken is not None:
-            self._health.report("failed", self._broken)
+            self.health.report("failed", self._broken)
             return runner.EXIT_NO_SLOTS if self._executor.exhausted else runner.EXIT_ERROR
         return runner.EXIT_FORCED if self._stop.immediate and not answered else runner.EXIT_OK
 
@@ -161,7 +163,7 @@ class Worker:
             try:
                 conn = runner.connect(self._config, "worker")
             except DatabaseUnavailable as exc:
-                if self._health.report("no database", str(exc)):
+                if self.health.report("no database", str(exc)):
                     _log.warning("no database; waiting for it", error=str(exc))
                 self._stop.wait(backoff.next())
                 continue
@@ -178,7 +180,7 @@ class Worker:
                     raise channel.error
                 if channel.error is not None:
                     # It comes back by itself; a worker that waits for it may as well be up.
-                    self._health.report("no broker", str(channel.error))
+                    self.health.report("no broker", str(channel.error))
                     break
         self._finisher.start()
         self._keeper.start()
@@ -191,12 +193,12 @@ class Worker:
         """Until asked to stop: say how it is, and what was done."""
         said, counted = time.monotonic(), self._totals()
         while not self._stop.wait(1.0):
-            if not self._claimer.session.healthy:
-                self._health.report("no database")
+            if silent := [each.purpose for each in self._sessions if not each.healthy]:
+                self.health.report("no database", f"no answer on: {', '.join(silent)}")
             elif self._messages is not None and self._messages.channel.state != "connected":
-                self._health.report("no broker", str(self._messages.channel.error or ""))
+                self.health.report("no broker", str(self._messages.channel.error or ""))
             else:
-                self._health.ticked()
+                self.health.ticked()
             if time.monotonic() - said >= COUNTS_INTERVAL and counted != self._totals():
                 said, counted = time.monotonic(), self._totals()
                 _log.info("so far", **counted)
@@ -204,7 +206,7 @@ class Worker:
     def _shut_down(self) -> bool:
         """Take nothing new, let handlers finish, give back the rest just before the grace time is over.
         Whether everything that ended could be reported."""
-        self._health.report("stopping")
+        self.health.report("stopping")
         grace = 0.0 if self._broken is not None else self._config.grace
         deadline = time.monotonic() + grace
         giving_back = deadline - min(2.0, grace / 4)

@@ -1,7 +1,8 @@
 """Keeping the leases of what this process really executes, on a connection and thread of its own.
 
 A lease is renewed from the claim's answer until the finish is answered, by task run and token: a claim whose
-answer was lost is renewed by nobody. The same thread reports progress and presence, which may wait.
+answer was lost is renewed by nobody. The same thread reports progress and presence, which may wait, and must
+not make a lease wait: no call takes longer than a third of the shortest lease that is held.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import psycopg
 
 from flowforge import log
 from flowforge.worker.execution import Execution, StopReason
-from flowforge.worker.session import Session, Unanswered, brief
+from flowforge.worker.session import CALL_LIMIT, Session, Unanswered, brief
 
 _log = log.of("worker")
 
@@ -93,6 +94,8 @@ class LeaseKeeper:
             self._next_progress = min(self._next_progress, progress)
         if sooner:
             self._calls.put(None)
+        # The call that is under way was given its limit without knowing of these.
+        self._session.hurry(min(each.claim.lease for each in executions) / 3)
 
     def forget(self, executions: Iterable[Execution]) -> None:
         """Renew these no longer."""
@@ -186,8 +189,18 @@ class LeaseKeeper:
         ids = [each.claim.task_run_id for each in due]
         tokens = [each.claim.fencing_token for each in due]
         # An answer that takes longer than the next renewal is worth no more than a new connection.
-        limit = max(1.0, min(each.claim.lease for each in due) / 3)
-        return self._session.call(_RENEW, [ids, tokens, self._lease], limit=limit)
+        return self._session.call(_RENEW, [ids, tokens, self._lease], limit=self._limit())
+
+    def _limit(self) -> float:
+        """Seconds that a call may take, so that the next renewal comes in time."""
+        with self._lock:
+            shortest = min((each.claim.lease for each in self._held), default=self._lease)
+        return min(shortest / 3, CALL_LIMIT)
+
+    def _tell(self, query: str, arguments: Sequence[Any]) -> None:
+        """A call that may be refused for a lock that others hold, rather than take the connection with it."""
+        limit = self._limit()
+        self._session.call(query, arguments, limit=limit, lock_timeout=max(0.01, min(limit / 2, 5.0)))
 
     def _apply(self, due: Sequence[Execution], now: float, answers: Sequence[tuple[Any, ...]]) -> None:
         for each, (outcome, lease_left) in zip(due, answers, strict=True):
@@ -220,23 +233,25 @@ class LeaseKeeper:
         with self._lock:
             held = sorted(self._held, key=lambda each: each.claim.task_run_id)
             self._next_progress = time.monotonic() + PROGRESS_INTERVAL if held else float("inf")
-        reports = []
+        moved = []
         for each in held:
             # Read once: the handler's thread puts another in its place at any moment.
             progress = each.progress
             if progress is not None and progress is not each.reported:
-                each.reported = progress
-                reports.append((each.claim.task_run_id, each.claim.fencing_token, *progress))
-        if not reports:
+                moved.append((each, progress))
+        if not moved:
             return
+        reports = [(each.claim.task_run_id, each.claim.fencing_token, *progress) for each, progress in moved]
         try:
-            self._session.call(_PROGRESS, [list(column) for column in zip(*reports, strict=True)])
+            self._tell(_PROGRESS, [list(column) for column in zip(*reports, strict=True)])
         except psycopg.Error as exc:
             _log.warning("progress not recorded", count=len(reports), error=brief(exc))
+        for each, progress in moved:
+            each.reported = progress
 
     def _announce(self, capacity: int) -> None:
         try:
-            self._session.call(_ANNOUNCE, [self._worker, self._queues, capacity])
+            self._tell(_ANNOUNCE, [self._worker, self._queues, capacity])
         except psycopg.Error as exc:
             # Presence only sizes the window; work goes on without it.
             _log.warning("presence not announced", error=brief(exc))

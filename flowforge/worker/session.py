@@ -26,15 +26,18 @@ class Unanswered(Exception):
 
 
 class Session:
-    """Calls of one thread on one connection. Everything but `sever` belongs to that thread."""
+    """Calls of one thread on one connection. Everything but `hurry`, `sever` and `healthy` belongs to that
+    thread."""
 
     def __init__(
         self, config: Config, purpose: str, on_connect: Callable[[db.Connection], None] | None = None
     ) -> None:
         """`purpose` ends the application_name; `on_connect` is called with each new connection."""
-        self._config, self._purpose, self._on_connect = config, purpose, on_connect
+        self.purpose = purpose
+        self._config, self._on_connect = config, on_connect
         self._conn: db.Connection | None = None
         self._cutoff: db.Cutoff | None = None
+        self._shorten: Callable[[float], None] | None = None
         self._backoff = db.Backoff()
         self.lost_since_answer = 0
 
@@ -63,30 +66,34 @@ class Session:
         """
         try:
             conn = self._connected()
-            with db.guard(conn, limit):
+            with db.guard(conn, limit) as self._shorten:
                 rows = db.call(conn, query, params, lock_timeout=lock_timeout or self._config.lock_timeout)
         except (psycopg.Error, OSError) as exc:
             if not self._is_lost(exc):
+                self._answered()
                 raise
             sent = self._conn is not None
             self.close()
             if self.healthy:
                 _log.warning(
-                    "database connection lost; trying again", connection=self._purpose, error=brief(exc)
+                    "database connection lost; trying again", connection=self.purpose, error=brief(exc)
                 )
             self.lost_since_answer += 1
             raise Unanswered(brief(exc), sent=sent) from exc
-        if not self.healthy:
-            _log.info("database answers again", connection=self._purpose)
-            self.lost_since_answer = 0
+        self._answered()
         self._backoff.reset()
         return rows
+
+    def _answered(self) -> None:
+        if not self.healthy:
+            _log.info("database answers again", connection=self.purpose)
+            self.lost_since_answer = 0
 
     def connect(self) -> db.Connection:
         """Another connection of the same kind, the caller's to close."""
         return db.connect(
             self._config.database_url,
-            application_name=f"flowforge worker {self._purpose}",
+            application_name=f"flowforge worker {self.purpose}",
             connect_timeout=self._config.connect_timeout,
             prepared_statements=self._config.prepared_statements,
         )
@@ -95,6 +102,11 @@ class Session:
         """Seconds to wait before the next try after a failure: growing, with jitter, until a call is
         answered."""
         return self._backoff.next()
+
+    def hurry(self, seconds: float) -> None:
+        """A call that is under way counts as lost unless it is answered within `seconds`. From any thread."""
+        if (shorten := self._shorten) is not None:
+            shorten(seconds)
 
     def sever(self) -> None:
         """Make a call that is under way fail. From any thread."""

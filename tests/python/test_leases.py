@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 
+import pytest
+
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import TimeLimitExceeded
 from flowforge.worker.context import Context
@@ -146,6 +148,45 @@ def test_time_limit_is_an_attempt_like_any_other(any_bench: Bench) -> None:
         assert any_bench.wait_run(run) == ["succeeded"]
     assert any_bench.task(run, "busy")["output"] == 2
     assert any_bench.one("select error from flowforge.attempt") == "time limit of 0.5 s exceeded"
+
+
+@pytest.mark.parametrize("table", ["worker", "progress"])
+def test_nothing_that_may_wait_makes_a_lease_wait(bench: Bench, table: str) -> None:
+    """The announcement, in a call that begins before there is a lease, or a report of progress waits for a
+    lock: the short lease is renewed in time all the same, and the task run belongs to one execution only."""
+    workflow = Workflow("w")
+    gate, tokens = Gate(), []
+
+    @workflow.task(lease=1.5)
+    def short(ctx: Context) -> None:
+        tokens.append(ctx.fencing_token)
+        ctx.progress(0.5)
+        gate.wait()
+
+    def waits() -> bool:
+        return bool(
+            bench.all(
+                "select 1 from pg_locks where not granted and relation = %s::regclass", f"flowforge.{table}"
+            )
+        )
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    bench.wait_state(run, "short", "ready")
+    with bench.db.connect() as blocker:
+        blocker.execute("begin")
+        blocker.execute(f"lock table flowforge.{table} in access exclusive mode".encode())
+        with bench.worker(workflow, lock_timeout=60, lease=600):
+            wait_until(waits, "the call, waiting")
+            gate.await_arrivals()
+            first = bench.task(run, "short")["lease_expires_at"]
+            wait_until(
+                lambda: bench.one("select clock_timestamp() > %s::timestamptz + '3 s'", first), "two leases"
+            )
+            blocker.execute("rollback")
+            gate.open()
+            assert bench.wait_run(run) == ["succeeded"]
+    assert tokens == [1]
 
 
 def test_renewal_tells_that_the_time_limit_is_not_over(bench: Bench) -> None:

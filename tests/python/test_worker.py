@@ -361,6 +361,25 @@ def test_only_the_workers_own_queues_are_served(bench: Bench) -> None:
 # -- the process
 
 
+@pytest.mark.parametrize("call", ["finish_task_runs", "renew_leases"])
+def test_health_tells_of_every_connection(bench: Bench, proxy: LossyProxy, call: str) -> None:
+    """Claims are answered, and nothing else is: that is not ok. It is again once they come back."""
+    witness = Witness(lease=60).closed() if call == "finish_task_runs" else Witness(lease=1).closed()
+    bench.define(witness.workflow)
+    proxy.lose(f"flowforge.{call}", sent=False, times=1_000_000)
+    run = bench.trigger(witness.workflow)
+    with bench.worker(witness.workflow, database_url=proxy.dsn) as worker:
+        health = worker.worker.health
+        witness.gate.await_arrivals()
+        if call == "finish_task_runs":
+            witness.gate.open()
+        wait_until(lambda: health.state == "no database", "the news")
+        proxy.lose("", times=0)
+        wait_until(lambda: health.state == "ok", "recovery")
+        witness.gate.open()
+        assert bench.wait_run(run) == ["succeeded"]
+
+
 def test_connections_are_three_and_one_more_for_each_open_transaction(any_bench: Bench) -> None:
     workflow = Workflow("w")
     gate = Gate()
