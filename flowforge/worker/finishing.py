@@ -3,7 +3,8 @@
 What ended while the last statement was under way goes into the next one. A finish is repeated until it is
 answered; that is safe because the token recognises it (`repeated`). One that the database refuses is told
 apart from its batch by repeating them one by one, and then recorded as a failure, so that no result can leave
-its task run running.
+its task run running. A release is repeated too: the token fences what is doubled, and without it the reaper
+would count what a shutdown gives back uncounted.
 """
 
 from __future__ import annotations
@@ -173,21 +174,30 @@ class Finisher:
             succeeded = isinstance(each.report, Finish) and each.report.outcome == "succeeded"
             self._send([each._replace(report=failure if succeeded else _UNRECORDABLE)])
         else:
-            # A lock held for long, a missing privilege, an error inside the function. The lease is renewed
-            # meanwhile.
-            _log.warning("finish refused; trying again", error=brief(exc), **_keys(each.execution))
-            if not self._given_up.wait(min(self._session.pause(), 1.0)):
-                self._queue.put(each._replace(alone=True))
+            # A lock held for long, a missing privilege, an error inside the function.
+            self._again(each, exc)
+
+    def _again(self, each: _Ended, exc: psycopg.Error) -> None:
+        """Send it later, alone. The lease is renewed meanwhile."""
+        _log.warning("report refused; trying again", error=brief(exc), **_keys(each.execution))
+        if not self._given_up.wait(min(self._session.pause(), 1.0)):
+            self._queue.put(each._replace(alone=True))
 
     def _release(self, each: _Ended, reason: str) -> None:
         claim = each.execution.claim
+        timeout = _ALONE_LOCK_TIMEOUT if each.alone else None
         while True:
             try:
-                [(answer,)] = self._session.call(_RELEASE, [claim.task_run_id, claim.fencing_token, reason])
+                [(answer,)] = self._session.call(
+                    _RELEASE, [claim.task_run_id, claim.fencing_token, reason], lock_timeout=timeout
+                )
             except Unanswered:
                 if self._given_up.wait(self._session.pause()):
                     return
             except psycopg.Error as exc:
+                if is_transient(exc) and not each.execution.gone:
+                    self._again(each, exc)
+                    return
                 # The lease runs out by itself and the reaper does the rest.
                 _log.error("release refused", error=brief(exc), **_keys(each.execution))
                 break
