@@ -187,12 +187,15 @@ class QueueClaimer(Claimer):
             return
         self.parts.executor.give_back(slots - len(found))
         if found:
+            self._forget_notifications()
             crash_point("worker:after-claim-commit")
             self._execute([answer.claim for answer in found if answer.claim is not None], sent)
         else:
             self._wait(config.poll_interval * random.uniform(0.8, 1.0))  # noqa: S311 -- jitter, not a secret
 
     def _connected(self, conn: db.Connection) -> None:
+        # The connection that claims can listen too: it is in autocommit mode and in no transaction while it
+        # waits, each claim is a short one of its own, and what arrives meanwhile is kept for `_wait`.
         if self._hears is None:
             self._hears = hears(conn, self.session.connect)
             if not self._hears:
@@ -206,16 +209,25 @@ class QueueClaimer(Claimer):
         if conn is None or not self._hears:
             self.waker.wait(seconds)
             return
+        # What arrived while the claim was under way is not to be seen on the socket any more.
+        if self._forget_notifications():
+            return
+        try:
+            select.select([conn.fileno(), self.waker.fileno()], [], [], seconds)
+        except (psycopg.Error, OSError):
+            self.session.close()
+        self._forget_notifications()
+
+    def _forget_notifications(self) -> bool:
+        """Take all that have arrived, since one claim answers them all; whether there were any. They would
+        gather while there is much to do, and be taken for as many reasons to look again when there is not."""
+        conn = self.session.connection
+        if conn is None or not self._hears:
+            return False
         try:
             with db.guard(conn, 5):
-                # What arrived while the claim was under way is not to be seen on the socket any more.
-                if any(True for _ in conn.notifies(timeout=0)):
-                    return
-            ready, _, _ = select.select([conn.fileno(), self.waker.fileno()], [], [], seconds)
-            if conn.fileno() in ready:
-                with db.guard(conn, 5):
-                    for _ in conn.notifies(timeout=0):
-                        pass
+                return sum(1 for _ in conn.notifies(timeout=0)) > 0
         except (psycopg.Error, OSError):
             # The next claim finds out, and says so.
             self.session.close()
+            return False

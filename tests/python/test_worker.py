@@ -331,6 +331,30 @@ def test_idle_workers_are_woken_by_notify(bench: Bench) -> None:
             assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
 
 
+def test_notifications_that_gathered_cost_one_look(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many came while every slot was taken."""
+    witness = Witness().closed()
+    bench.define(witness.workflow)
+    first = bench.trigger(witness.workflow)
+    claims: list[str] = []
+    call = Session.call
+
+    def counting(self: Session, query: str, *args: Any, **options: Any) -> list[tuple[Any, ...]]:
+        claims.append(self.purpose)
+        return call(self, query, *args, **options)
+
+    with bench.worker(witness.workflow, poll_interval=300, concurrency=1):
+        witness.gate.await_arrivals()
+        for _ in range(1000):
+            bench.execute("notify flowforge_outbox")
+        monkeypatch.setattr(Session, "call", counting)
+        witness.gate.open()
+        assert bench.wait_run(first, bench.trigger(witness.workflow)) == ["succeeded", "succeeded"]
+        for _ in range(5):
+            assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+    assert claims.count("claim") < 50
+
+
 def test_behind_a_pooler_that_forwards_no_notifications_the_worker_polls(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
