@@ -46,7 +46,8 @@ begin
     if p_name is null or p_name = '' then
         raise exception using errcode = 'WF001', message = format('%s must be given and not be empty', p_what);
     end if;
-    if p_name ~ '[\x01-\x1f\x7f-\x9f]' or p_name ~ '^\s' or p_name ~ '\s$' then
+    -- Escaped, so that it means the same whatever the caller has set standard_conforming_strings to.
+    if p_name ~ E'[\\x01-\\x1f\\x7f-\\x9f]' or p_name ~ E'^\\s' or p_name ~ E'\\s$' then
         raise exception using errcode = 'WF001',
             message = format('%s %s has a control character, or a blank at an end', p_what, flowforge._quoted(p_name)),
             hint = 'A name is 1 to 200 bytes of UTF-8 without control characters and without blanks at its ends.';
@@ -62,20 +63,42 @@ $$;
 comment on function flowforge._check_name(text, text, text) is
     'The one rule for names: not empty, no control characters, no blank at either end, bounded bytes. Raises WF001 or WF005.';
 
-create or replace function flowforge._check_payload(p_what text, p_payload jsonb) returns void
+create or replace function flowforge._bytes(p_json jsonb) returns bigint
+language sql immutable strict parallel safe
+-- The empty path answers the value as it is in memory: a stored one may be compressed.
+return greatest(octet_length(p_json::text), pg_column_size(p_json #> '{}'));
+comment on function flowforge._bytes(jsonb) is
+    'Size of a JSON value: the larger of its text and its form in memory, either of which can be several times the other.';
+
+create or replace function flowforge._check_payload(p_what text, p_payload jsonb, p_limit text default 'max_payload_bytes') returns void
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    v_bytes bigint := flowforge._bytes(p_payload);
 begin
     -- Most payloads are small: the limit is looked up only for those that could exceed its smallest value.
-    if pg_column_size(p_payload) > 1024 and pg_column_size(p_payload) > flowforge._limit('max_payload_bytes') then
+    if v_bytes > 1024 and v_bytes > flowforge._limit(p_limit) then
         raise exception using errcode = 'WF005',
-            message = format('%s is %s bytes of jsonb; at most %s are allowed', p_what, pg_column_size(p_payload), flowforge._limit('max_payload_bytes')),
-            hint = 'Store large data elsewhere and pass a reference; see limit max_payload_bytes in view flowforge.limits.';
+            message = format('%s is %s bytes of JSON; at most %s are allowed', p_what, v_bytes, flowforge._limit(p_limit)),
+            hint = format('Store large data elsewhere and pass a reference; see limit %s in view flowforge.limits.', p_limit);
     end if;
 end
 $$;
-comment on function flowforge._check_payload(text, jsonb) is 'Raises WF005 when a payload exceeds max_payload_bytes.';
+comment on function flowforge._check_payload(text, jsonb, text) is 'Raises WF005 when a payload exceeds a limit.';
+
+create or replace function flowforge._check_flat(p_what text, p_dimensions text[]) returns void
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    if array_to_string(p_dimensions, ' ') like '%][%' then
+        raise exception using errcode = 'WF001', message = format('%s: an array must have one dimension', p_what);
+    end if;
+end
+$$;
+comment on function flowforge._check_flat(text, text[]) is
+    'Raises WF001 when one of the arrays, told by their dimensions as array_dims does, has more than one.';
 
 create or replace function flowforge._check_batch(p_what text, p_sizes integer[]) returns void
 language plpgsql stable

@@ -191,6 +191,7 @@ declare
     v_again boolean;
 begin
     perform flowforge._check_batch('claim_task_runs', array[cardinality(claim_task_runs.task_run_ids), cardinality(claim_task_runs.dispatch_ids)]);
+    perform flowforge._check_flat('claim', array[array_dims(claim_task_runs.task_run_ids), array_dims(claim_task_runs.dispatch_ids)]);
     perform flowforge._check_name('worker', claim_task_runs.worker);
     if claim_task_runs.claim_id is null
         or array_position(claim_task_runs.task_run_ids, null) is not null
@@ -245,13 +246,13 @@ as $$
 #variable_conflict use_column
 declare
     v_lease interval := flowforge._check_lease(claim_next.lease);
-    v_now timestamptz;
     v_queue_id bigint;
     v_chosen bigint[];
     v_dispatch_ids uuid[];
     v_won bigint[];
 begin
     perform flowforge._check_name('worker', claim_next.worker);
+    perform flowforge._check_flat('claim_next', array[array_dims(claim_next.queues)]);
     perform flowforge._check_count('max_rows', claim_next.max_rows);
     if claim_next.queues is null or array_position(claim_next.queues, null) is not null or claim_next.claim_id is null then
         raise exception using errcode = 'WF001', message = 'claim_next: queues and claim_id must not be null';
@@ -265,13 +266,16 @@ begin
     if v_won <> '{}' then
         perform flowforge._give_again(v_won, claim_next.claim_id);
     else
-        v_now := flowforge._clock();
         -- Priority orders within a queue; the queues come in random order, so that none starves another.
-        for v_queue_id in select q.queue_id from flowforge.queue q where q.name = any (claim_next.queues) order by random() loop
+        for v_queue_id in
+            select q.queue_id
+            from (select q.queue_id from flowforge.queue q where q.name = any (claim_next.queues) order by q.queue_id) q
+            order by random()
+        loop
             exit when cardinality(v_won) >= claim_next.max_rows;
             select coalesce(array_agg(c.task_run_id order by c.task_run_id), '{}') into v_chosen
             from (select tr.task_run_id from flowforge.task_run tr
-                  where tr.queue_id = v_queue_id and tr.stage = 'dispatched' and tr.available_at <= v_now
+                  where tr.queue_id = v_queue_id and tr.stage = 'dispatched'
                   order by tr.priority desc, tr.task_run_id
                   limit claim_next.max_rows - cardinality(v_won)
                   for no key update skip locked) c;

@@ -8,7 +8,10 @@ language plpgsql immutable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    raise exception using errcode = 'WF003', message = p_message, hint = coalesce(p_hint, '');
+    if p_hint is null then
+        raise exception using errcode = 'WF003', message = p_message;
+    end if;
+    raise exception using errcode = 'WF003', message = p_message, hint = p_hint;
 end
 $$;
 comment on function flowforge._definition_error(text, text) is 'Raises WF003.';
@@ -82,7 +85,9 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_where text := format('task %s of workflow %s', p_ordinal, flowforge._quoted(p_workflow));
+    v_where text := format('task %s of workflow %s',
+        case when jsonb_typeof(p_task -> 'name') = 'string' then flowforge._quoted(p_task ->> 'name') else p_ordinal::text end,
+        flowforge._quoted(p_workflow));
     v_name text;
     v_handler text;
     v_queue text;

@@ -1,7 +1,8 @@
 -- dispatch_ready, next_due: the scheduler decides what is dispatched.
 --
--- Lock order: queue, then task runs, all skipping locked (what becomes due is moved in before, without a queue). State and order to publish change in one transaction. Two
--- schedulers cannot overfill a window, since each holds the row of the queue that it fills. Safe to repeat. Raises WF001.
+-- Lock order: queue, then task runs, all skipping locked (what becomes due is moved in before, without a queue). State and
+-- order to publish change in one transaction. Two schedulers cannot overfill a window, since each holds the row of the
+-- queue that it fills. Safe to repeat. Raises WF001.
 
 create or replace function flowforge._window(p_queue_id bigint) returns bigint
 language plpgsql stable
@@ -18,36 +19,63 @@ $$;
 comment on function flowforge._window(bigint) is
     'Most task runs of a queue dispatched and due at once: its setting, or the larger of 100 and 4 times the announced capacity.';
 
-create or replace function flowforge._promote_delayed(p_now timestamptz, p_max_rows bigint) returns bigint
+create or replace function flowforge._promote_due(p_now timestamptz, p_max_rows bigint) returns bigint
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    v_ids bigint[];
+    v_delayed bigint[];
+    v_reoffered bigint[];
 begin
-    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+    v_delayed := array(select tr.task_run_id from flowforge.task_run tr
         where tr.stage = 'delayed' and tr.available_at <= p_now
-        order by tr.available_at limit p_max_rows for no key update skip locked);
+        order by tr.available_at, tr.task_run_id limit p_max_rows for no key update skip locked);
     update flowforge.task_run tr set stage = 'eligible'
-    where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0 and tr.available_at <= p_now;
-    return cardinality(v_ids);
+    where tr.task_run_id = any (v_delayed) and tr.state = 'pending' and tr.unmet = 0 and tr.available_at <= p_now;
+    v_reoffered := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.stage = 'reoffered' and tr.available_at <= p_now
+        order by tr.available_at, tr.task_run_id limit p_max_rows for no key update skip locked);
+    update flowforge.task_run tr set stage = 'dispatched'
+    where tr.task_run_id = any (v_reoffered) and tr.state = 'ready' and tr.available_at <= p_now;
+    if v_reoffered <> '{}' then
+        perform flowforge._wake_delivery();
+    end if;
+    return cardinality(v_delayed) + cardinality(v_reoffered);
 end
 $$;
-comment on function flowforge._promote_delayed(timestamptz, bigint) is
-    'Moves what has become due into the eligible index; delayed task runs never sit in it.';
+comment on function flowforge._promote_due(timestamptz, bigint) is
+    'Moves what has become due into line, and what is offered again into its window; what waits for its time never sits in the indexes of either.';
 
-create or replace function flowforge._in_window(p_queue_id bigint, p_limit bigint, p_now timestamptz) returns bigint
+create or replace function flowforge._in_window(p_queue_id bigint, p_limit bigint) returns bigint
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     return (select count(*) from (
-        select from flowforge.task_run tr
-        where tr.queue_id = p_queue_id and tr.stage = 'dispatched' and tr.available_at <= p_now limit p_limit) w);
+        select from flowforge.task_run tr where tr.queue_id = p_queue_id and tr.stage = 'dispatched' limit p_limit) w);
 end
 $$;
-comment on function flowforge._in_window(bigint, bigint, timestamptz) is
+comment on function flowforge._in_window(bigint, bigint) is
     'How many task runs of a queue are dispatched and due, counted up to a limit.';
+
+create or replace function flowforge._has_room(p_queue_id bigint, p_now timestamptz) returns boolean
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return coalesce(
+        -- Workers that have announced themselves: one of them runs less than it could.
+        (select bool_or(w.capacity > (
+                select count(*) from flowforge.task_run tr where tr.lease_expires_at is not null and tr.lease_owner = w.name))
+         from flowforge.worker w
+         where w.seen_at > p_now - interval '2 minutes'
+             and (select q.name from flowforge.queue q where q.queue_id = p_queue_id) = any (w.queues)),
+        -- Of others nothing is known but what they run.
+        (select true from flowforge.task_run tr where tr.lease_expires_at is not null and tr.queue_id = p_queue_id limit 1) is null);
+end
+$$;
+comment on function flowforge._has_room(bigint, timestamptz) is
+    'Whether some worker of a queue could claim at this moment, as far as is known.';
 
 create or replace function flowforge._sample_pace(p_queue_id bigint, p_left bigint, p_added bigint, p_now timestamptz) returns void
 language plpgsql volatile
@@ -55,19 +83,28 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- What has left the window since the last sample, as long as it never ran empty (an empty window tells of little
-    -- work, not of slow workers); an exponential average over about 10 s. Where nothing was added, once a second.
+    -- work, not of slow workers). An exponential average whose memory is the time that a window takes at the pace
+    -- estimated so far: however slow the claims become, the estimate falls no faster than one window in the time since,
+    -- so that what waits behind them is never taken for lost. Where nothing was added, once a second.
     update flowforge.queue q
     set sampled_window = p_left + p_added, sampled_at = p_now,
+        drained_at = case when q.sampled_at is null or p_left = 0 or p_left < q.sampled_window then p_now else q.drained_at end,
+        stalled = p_left > 0 and p_left >= q.sampled_window and q.drained_at <= p_now - q.redispatch_delay
+            and flowforge._has_room(p_queue_id, p_now),
         drain_rate = case
             when p_left = 0 or q.sampled_at is null or p_now <= q.sampled_at then q.drain_rate
-            else q.drain_rate + (1 - exp(-extract(epoch from p_now - q.sampled_at)::double precision / 10))
-                * (greatest(q.sampled_window - p_left, 0) / extract(epoch from p_now - q.sampled_at)::double precision - q.drain_rate)
+            else (
+                select coalesce(q.drain_rate + (1 - exp(-least(100, n.seconds / greatest(1, q.sampled_window / nullif(q.drain_rate, 0)))))
+                        * (n.claims / n.seconds - q.drain_rate),
+                    nullif(n.claims / n.seconds, 0))
+                from (select extract(epoch from p_now - q.sampled_at)::double precision as seconds,
+                          greatest(q.sampled_window - p_left, 0) as claims) n)
         end
     where q.queue_id = p_queue_id and (p_added > 0 or (q.sampled_at > p_now - interval '1 s') is not true);
 end
 $$;
 comment on function flowforge._sample_pace(bigint, bigint, bigint, timestamptz) is
-    'Keeps the estimate of a queue''s pace of claims, given how many are left in its window and how many were just added. The caller holds the queue''s row.';
+    'Keeps the estimate of a queue''s pace of claims, given how many are left in its window and how many were just added, and whether it has stalled. The caller holds the queue''s row.';
 
 create or replace function flowforge._fill_window(p_queue_id bigint, p_max_rows bigint) returns bigint
 language plpgsql volatile
@@ -78,11 +115,12 @@ declare
     v_queue text;
     v_window bigint;
     v_in_window bigint;
+    v_reoffered bigint;
     v_ids bigint[];
     v_delay interval;
     v_dispatched bigint;
 begin
-    select q.name into v_queue from flowforge.queue q
+    select q.name, q.redispatch_delay into v_queue, v_delay from flowforge.queue q
     where q.queue_id = p_queue_id and q.paused_at is null
     for no key update skip locked;
     if not found then
@@ -90,16 +128,21 @@ begin
     end if;
     v_now := flowforge._clock();
     v_window := flowforge._window(p_queue_id);
-    v_in_window := flowforge._in_window(p_queue_id, v_window, v_now);
+    v_in_window := flowforge._in_window(p_queue_id, v_window);
+    -- What is to be offered again later does not fill the window, but as many as that is enough: what no worker can run
+    -- at present would otherwise all be taken out of line.
+    select count(*) into v_reoffered from (
+        select from flowforge.task_run tr
+        where tr.stage = 'reoffered' and tr.queue_id = p_queue_id limit 2 * v_window) w;
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.queue_id = p_queue_id and tr.stage = 'eligible'
         order by tr.priority desc, tr.task_run_id
-        limit least(p_max_rows, v_window - v_in_window) for no key update skip locked);
+        limit greatest(0, least(p_max_rows, v_window - v_in_window - greatest(0, v_reoffered - v_window)))
+        for no key update skip locked);
     perform flowforge._sample_pace(p_queue_id, v_in_window, cardinality(v_ids), v_now);
     if v_ids = '{}' then
         return 0;
     end if;
-    v_delay := flowforge._redispatch_delay(p_queue_id);
 
     update flowforge.task_run tr
     set state = 'ready', stage = 'dispatched', dispatch_id = gen_random_uuid(), ready_at = v_now, redispatches = 0,
@@ -133,7 +176,7 @@ declare
     v_dispatched bigint := 0;
 begin
     perform flowforge._check_count('max_rows', dispatch_ready.max_rows);
-    v_promoted := flowforge._promote_delayed(flowforge._clock(), dispatch_ready.max_rows);
+    v_promoted := flowforge._promote_due(flowforge._clock(), dispatch_ready.max_rows);
     for v_queue_id in
         select q.queue_id from flowforge.queue q
         where q.paused_at is null
@@ -161,12 +204,14 @@ set enable_seqscan = off
 set jit = off
 as $$
 begin
-    return (select tr.available_at from flowforge.task_run tr where tr.stage = 'delayed' order by tr.available_at limit 1)
+    return least(
+        (select tr.available_at from flowforge.task_run tr where tr.stage = 'delayed' order by tr.available_at limit 1),
+        (select tr.available_at from flowforge.task_run tr where tr.stage = 'reoffered' order by tr.available_at limit 1))
         - flowforge._clock();
 end
 $$;
 comment on function flowforge.next_due() is
-    'Time until the next delayed task run becomes due; null when none waits, 0 or less when one is due.';
+    'Time until the next task run that is delayed, or offered again later, becomes due; null when none waits, 0 or less when one is due.';
 
 create or replace function flowforge.declare_scheduler(asleep boolean) returns void
 language plpgsql volatile security definer

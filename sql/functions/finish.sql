@@ -152,7 +152,9 @@ begin
             with finished as (
                 update flowforge.task_run tr
                 set state = 'succeeded', stage = 'unsettled', finished_at = v_now, error = null, reaps = 0,
-                    output = coalesce(v_outputs[flowforge._position(v_succeeded, tr.task_run_id)], 'null'),
+                    (output, output_bytes) = (
+                        select o.output, flowforge._bytes(o.output)
+                        from (select coalesce(v_outputs[flowforge._position(v_succeeded, tr.task_run_id)], 'null') as output offset 0) o),
                     claim_id = null, lease_owner = null, lease_expires_at = null, lease_length = null, deadline = null,
                     unknown_handler_since = null
                 where tr.task_run_id = any (v_succeeded) and tr.state = 'running'

@@ -81,6 +81,7 @@ declare
 begin
     perform flowforge._check_name('worker', announce_worker.worker);
     perform flowforge._check_count('capacity', announce_worker.capacity, 0);
+    perform flowforge._check_flat('announce_worker', array[array_dims(announce_worker.queues)]);
     if announce_worker.queues is null or array_position(announce_worker.queues, null) is not null or cardinality(announce_worker.queues) > 1000 then
         raise exception using errcode = 'WF001', message = 'announce_worker: queues must be an array of at most 1000 names';
     end if;

@@ -79,7 +79,7 @@ begin
 end
 $$;
 comment on function flowforge.mark_refused(bigint[], text[]) is
-    'Keeps orders that the broker nacked or returned, with the error, a count and a growing, capped delay. Answers how many. Raises WF001, WF005.';
+    'Keeps orders that the broker nacked or returned, or did not confirm in time, with the error, a count and a growing, capped delay. Answers how many. Raises WF001, WF005.';
 
 create or replace function flowforge.mark_unpublishable(outbox_id bigint, error text) returns boolean
 language plpgsql volatile security definer

@@ -1,7 +1,7 @@
 -- redispatch_lost, redispatch, fail_undeliverable, sweep_outbox: the scheduler keeps ready task runs and orders in step.
 --
--- Each locks task runs first, then outbox rows, skipping locked ones, redispatch_lost queues before these (redispatch by an operator too: what is locked is
--- being claimed or moved). Dispatch ids never change here. Safe to repeat. Raise WF001, WF002.
+-- Each locks task runs, then outbox rows, skipping locked ones: what is locked is being claimed or moved.
+-- redispatch_lost locks queues before these. Dispatch ids never change here. Safe to repeat. Raise WF001, WF002.
 
 create or replace function flowforge.redispatch_lost(max_rows bigint default 500) returns bigint
 language plpgsql volatile security definer
@@ -24,7 +24,7 @@ begin
             and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched' limit 1)
         for no key update of q skip locked
     loop
-        perform flowforge._sample_pace(v_queue_id, flowforge._in_window(v_queue_id, 1000000, v_now), 0, v_now);
+        perform flowforge._sample_pace(v_queue_id, flowforge._in_window(v_queue_id, 1000000), 0, v_now);
     end loop;
     -- Walks the windows, which are bounded.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
@@ -41,9 +41,15 @@ begin
                               from flowforge.outbox o where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id), false)
         order by tr.task_run_id);
     update flowforge.task_run tr
-    set redispatches = tr.redispatches + (tr.task_run_id = any (v_lost))::int,
-        redispatch_at = v_now + flowforge._redispatch_delay(tr.queue_id)
-            * power(2, case when tr.task_run_id = any (v_lost) then least(tr.redispatches + 1, 5) else 0 end::double precision)
+    set (redispatches, redispatch_at) = (
+        select tr.redispatches + n.lost,
+            -- What is lost waits for twice as long each time, an hour at most where the pace says no more; at the others is
+            -- looked again after the setting's time, since the queue may stall.
+            v_now + case when n.lost = 0 then n.setting
+                else greatest(n.delay, least(n.delay * power(2, least(tr.redispatches + 1, 5)::double precision), interval '1 hour')) end
+        from (select coalesce((v_lost[flowforge._position(v_lost, tr.task_run_id)] = tr.task_run_id)::int, 0) as lost,
+                  (select q.redispatch_delay from flowforge.queue q where q.queue_id = tr.queue_id) as setting,
+                  flowforge._redispatch_delay(tr.queue_id) as delay offset 0) n)
     where tr.task_run_id = any (v_ids) and tr.state = 'ready';
     if v_lost <> '{}' then
         perform flowforge._arm(v_lost, v_now);
@@ -73,7 +79,8 @@ begin
     end if;
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.queue_id = v_queue_id and tr.stage = 'dispatched' order by tr.task_run_id for no key update skip locked);
-    update flowforge.task_run tr set redispatch_at = v_now + flowforge._redispatch_delay(v_queue_id)
+    update flowforge.task_run tr
+    set redispatch_at = v_now + (select q.redispatch_delay from flowforge.queue q where q.queue_id = v_queue_id)
     where tr.task_run_id = any (v_ids) and tr.state = 'ready';
     perform flowforge._arm(v_ids, v_now);
     perform flowforge._wake_delivery();
@@ -117,7 +124,8 @@ begin
     set state = 'failed', stage = 'unsettled', finished_at = v_now, redispatch_at = null, start_deadline = null,
         error = case when tr.task_run_id = any (v_parked)
             then 'the message cannot be published: ' || (select o.last_error from flowforge.outbox o
-                where o.task_run_id = tr.task_run_id and o.parked_at is not null order by o.outbox_id limit 1)
+                where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id and o.parked_at is not null
+                order by o.outbox_id limit 1)
             else format('not started within %s s', (
                 select extract(epoch from t.start_within)::double precision from flowforge.task t where t.task_id = tr.task_id)) end
     where tr.task_run_id = any (v_ids || v_parked) and tr.state = 'ready';

@@ -19,7 +19,8 @@ begin
             select o.task_run_id from flowforge.outbox o
             where o.task_run_id = u.task_run_id and coalesce(o.published_at, o.parked_at) is null
                 and o.dispatch_id = (select tr.dispatch_id from flowforge.task_run tr where tr.task_run_id = u.task_run_id)
-            order by o.outbox_id limit 1 for update skip locked) l);
+            order by o.outbox_id limit 1 for update skip locked) l
+        order by l.task_run_id);
     insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
     select tr.task_run_id, tr.dispatch_id, tr.attempt,
         (select q.name from flowforge.queue q where q.queue_id = tr.queue_id),
@@ -27,7 +28,8 @@ begin
         (select r.labels ->> 'traceparent' from flowforge.run r where r.run_id = tr.run_id),
         greatest(tr.available_at, p_now), p_now
     from flowforge.task_run tr
-    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'ready' and tr.task_run_id <> all (v_armed)
+    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'ready'
+        and (v_armed[flowforge._position(v_armed, tr.task_run_id)] = tr.task_run_id) is not true
     order by tr.task_run_id;
 end
 $$;
@@ -39,12 +41,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    -- Twice what the window takes to drain at the recent pace, an hour at most; a pace of less than one claim in the
-    -- setting's time is none: nobody is draining it, or the broker has lost it.
+    -- Twice what the window takes to drain at the recent pace, a day at most; in a stalled queue nothing is waited for.
     return (
-        select case
-            when q.drain_rate * extract(epoch from q.redispatch_delay) < 1 then q.redispatch_delay
-            else greatest(q.redispatch_delay, least(make_interval(secs => 2 * q.sampled_window / q.drain_rate), interval '1 hour'))
+        select case when q.stalled or (q.drain_rate > 0) is not true then q.redispatch_delay
+            else greatest(q.redispatch_delay, make_interval(secs => least(86400, 2 * q.sampled_window / q.drain_rate)))
         end
         from flowforge.queue q where q.queue_id = p_queue_id);
 end
@@ -83,9 +83,10 @@ begin
     update flowforge.task_run tr
     set (state, stage, available_at, redispatch_at, start_deadline, finished_at, error) = (
             select n.state::flowforge.task_run_state,
-                case when n.state = 'ready' then 'dispatched' else 'unsettled' end::flowforge.task_run_stage,
+                case when n.state <> 'ready' then 'unsettled' when n.delay > '0' then 'reoffered' else 'dispatched' end::flowforge.task_run_stage,
                 case when n.state = 'ready' then p_now + n.delay else tr.available_at end,
-                case when n.state = 'ready' then p_now + n.delay + flowforge._redispatch_delay(tr.queue_id) end,
+                case when n.state = 'ready' then p_now + n.delay + (
+                    select q.redispatch_delay from flowforge.queue q where q.queue_id = tr.queue_id) end,
                 case when n.state = 'ready' then p_now + n.delay + (select t.start_within from flowforge.task t where t.task_id = tr.task_id) end,
                 case when n.state <> 'ready' then p_now end,
                 case n.state
@@ -134,7 +135,7 @@ begin
     v_now := flowforge._clock();
 
     if release_task_run.reason = 'crashed' then
-        perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', 'it ended without an answer: the handler''s process died, or what became of its commit is unknown', true, null, v_now);
+        perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', 'the execution broke off without an answer', true, null, v_now);
     elsif release_task_run.reason = 'unknown_handler' then
         -- A rolling deploy may bring the handler soon: ask again with a growing delay, for 15 minutes from the first
         -- time. Any other way of giving back comes from a worker that knew it, and ends that time.

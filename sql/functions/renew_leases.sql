@@ -85,6 +85,12 @@ begin
             message = format('task run %s is not held under token %s', assert_lease.task_run_id, assert_lease.fencing_token),
             hint = 'It was taken over, has ended, or is past its time limit: stop, and roll back.';
     end if;
+    -- The row is locked until the caller's transaction ends. A host that vanishes must not hold it for ever: for the rest
+    -- of the transaction the server looks after it, unless the caller has settings of its own.
+    perform set_config(s.name, s.value, true)
+    from (values ('idle_in_transaction_session_timeout', '5min'), ('tcp_user_timeout', '20s'), ('tcp_keepalives_idle', '10'),
+              ('tcp_keepalives_interval', '5'), ('tcp_keepalives_count', '3'), ('client_connection_check_interval', '1s')) s (name, value)
+    where current_setting(s.name) in ('0', '0ms');
 end
 $$;
 comment on function flowforge.assert_lease(bigint, bigint) is

@@ -1,7 +1,7 @@
 -- retry_run: an operator runs a part of a run again.
 --
 -- Lock order: run, then the task runs concerned in id order. Settles first. Repeatable through request_id. Raises
--- WF001, WF002, WF007, WF008.
+-- WF001, WF002, WF004, WF007, WF008.
 
 create or replace function flowforge._below(p_task_ids bigint[]) returns bigint[]
 language sql stable
@@ -47,10 +47,10 @@ declare
     v_busy record;
 begin
     select (select t.name from flowforge.task t where t.task_id = tr.task_id) as task,
-        case when tr.state = 'pending' then 'under way as a map' when tr.state = 'ready' then 'ready' else 'running' end as what into v_busy
+        case when tr.state = 'pending' and tr.map_count is not null then 'under way as a map' when tr.state = 'ready' then 'ready' else 'running' end as what into v_busy
     from unnest(p_task_ids) b (task_id)
     cross join lateral (
-        select tr.task_id, tr.state from flowforge.task_run tr
+        select tr.task_id, tr.state, tr.map_count from flowforge.task_run tr
         where tr.run_id = p_run_id and tr.task_id = b.task_id and tr.map_index is null
             and (tr.state in ('ready', 'running') or tr.state = 'pending' and tr.map_count is not null
                 -- Ready or running it was when the others were locked.
@@ -103,7 +103,7 @@ begin
     update flowforge.task_run tr
     set state = 'pending', stage = case when tr.map_index is null then 'blocked' else 'eligible' end::flowforge.task_run_stage,
         unmet = 0, attempt = tr.attempt + (tr.dispatch_id is not null)::int, dispatch_id = null, failures = 0, reaps = 0,
-        redispatches = 0, output = null, error = null, available_at = p_now, ready_at = null, started_at = null, finished_at = null,
+        redispatches = 0, output = null, output_bytes = null, error = null, available_at = p_now, ready_at = null, started_at = null, finished_at = null,
         unknown_handler_since = null,
         generation = tr.generation + (tr.map_index is null and tr.task_id = any (p_expand_again))::int,
         map_count = case when tr.map_index is null and tr.task_id = any (p_expand_again) then null else tr.map_count end
@@ -205,6 +205,7 @@ as $$
 declare
     v_now timestamptz;
     v_run record;
+    v_earlier record;
     v_ids bigint[];
     v_task_ids bigint[];
     v_below bigint[];
@@ -219,10 +220,15 @@ begin
     if not found then
         raise exception using errcode = 'WF002', message = format('there is no run %s', coalesce(retry_run.run_id::text, 'null'));
     end if;
-    select rr.task_runs into v_count from flowforge.run_retry rr
+    select rr.task_runs, rr.from_task into v_earlier from flowforge.run_retry rr
     where rr.run_id = retry_run.run_id and rr.request_id = retry_run.request_id;
     if found then
-        return v_count;
+        if v_earlier.from_task is distinct from retry_run.from_task then
+            raise exception using errcode = 'WF004', message = format('request_id %s was used before for a retry of run %s from %s',
+                flowforge._quoted(retry_run.request_id), retry_run.run_id,
+                coalesce('task ' || flowforge._quoted(v_earlier.from_task), 'what had failed'));
+        end if;
+        return v_earlier.task_runs;
     end if;
     v_ids := flowforge._lock_for_retry(retry_run.run_id, retry_run.from_task);
     perform flowforge._settle_locked(v_ids, null);
@@ -270,4 +276,4 @@ begin
 end
 $$;
 comment on function flowforge.retry_run(bigint, text, text) is
-    'Runs a part of a run again: without from_task what failed or was cancelled and what was skipped because of it, else that task and everything below it. Attempt numbers go on; budgets of attempts and reaps start anew. Answers how many task runs were reset (0: nothing to retry); the same request_id answers the same. Raises WF002 (run or task), WF007 (something concerned is ready or running, a map under way, the run being cancelled), WF008.';
+    'Runs a part of a run again: without from_task what failed or was cancelled and what was skipped because of it, else that task and everything below it. Attempt numbers go on; budgets of attempts and reaps start anew. Answers how many task runs were reset (0: nothing to retry); the same request_id answers the same. Raises WF002 (run or task), WF004 (the request_id was used with another from_task), WF007 (something concerned is ready or running, a map under way, the run being cancelled), WF008.';

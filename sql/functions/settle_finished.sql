@@ -17,8 +17,7 @@ declare
 begin
     select tr.run_id, tr.task_id, tr.generation, tr.map_count into v_own from flowforge.task_run tr where tr.task_run_id = p_task_run_id;
     select count(*) filter (where e.state = 'succeeded') as succeeded, count(*) filter (where e.state = 'failed') as failed,
-        -- The empty path answers the value as it is in memory: the stored one may be compressed.
-        sum(pg_column_size(e.output #> '{}')) as bytes into v_sum
+        sum(e.output_bytes) as bytes into v_sum
     from flowforge.task_run e
     where e.run_id = v_own.run_id and e.task_id = v_own.task_id and e.map_index >= 0 and e.generation = v_own.generation;
     if v_sum.succeeded < v_own.map_count then
@@ -30,6 +29,7 @@ begin
     update flowforge.task_run tr
     set state = case when v_error is null then 'succeeded' else 'failed' end::flowforge.task_run_state, stage = 'unsettled',
         finished_at = p_now, unmet = 0, error = v_error,
+        output_bytes = case when v_error is null then v_sum.bytes end,
         output = case when v_error is null then (
             select jsonb_agg(e.output order by e.map_index) from flowforge.task_run e
             where e.run_id = v_own.run_id and e.task_id = v_own.task_id and e.map_index >= 0 and e.generation = v_own.generation) end
@@ -59,47 +59,56 @@ as $$
 declare
     v_ids bigint[];
     v_runs_on boolean[];
+    v_bytes bigint[];
     v_map_ends bigint[];
-    v_skipped bigint[];
+    v_ended bigint[];
     v_task_run_id bigint;
+    v_limit bigint := flowforge._limit('max_claim_bytes');
 begin
     select array_agg(tr.task_run_id order by tr.task_run_id) filter (where tr.map_count is null),
         array_agg(j.runs_on order by tr.task_run_id) filter (where tr.map_count is null),
+        array_agg(j.bytes order by tr.task_run_id) filter (where tr.map_count is null),
         coalesce(array_agg(tr.task_run_id) filter (where tr.map_count is not null), '{}')
-    into v_ids, v_runs_on, v_map_ends
+    into v_ids, v_runs_on, v_bytes, v_map_ends
     from flowforge.task_run tr
-    cross join lateral (select t.rule, t.upstream_count from flowforge.task t where t.task_id = tr.task_id limit 1) t
+    cross join lateral (select t.rule, t.upstream_count, t.map_task_id from flowforge.task t where t.task_id = tr.task_id limit 1) t
     cross join lateral (
         select flowforge._rule_met(t.rule, t.upstream_count, count(*) filter (where u.state = 'succeeded'),
-            count(*) filter (where u.state in ('failed', 'cancelled'))) as runs_on
+                count(*) filter (where u.state in ('failed', 'cancelled'))) as runs_on,
+            -- The mapped array is not given to the elements.
+            coalesce(sum(u.output_bytes) filter (where d.upstream_task_id is distinct from t.map_task_id), 0) as bytes
         from flowforge.task_dependency d
-        cross join lateral (select uo.state from flowforge.task_run uo
+        cross join lateral (select uo.state, uo.output_bytes from flowforge.task_run uo
             where uo.run_id = tr.run_id and uo.task_id = d.upstream_task_id and uo.map_index is null limit 1) u
         where d.task_id = tr.task_id and tr.map_count is null) j
     where tr.task_run_id = any (p_task_run_ids) and tr.state = 'pending';
 
     with judged as (
         update flowforge.task_run tr
-        set (state, stage, finished_at) = (
-            select case when n.runs_on then 'pending' else 'skipped' end::flowforge.task_run_state,
-                case when not n.runs_on then 'unsettled'
+        set (state, stage, finished_at, error) = (
+            select case when not n.runs_on then 'skipped' when n.bytes > v_limit then 'failed' else 'pending' end::flowforge.task_run_state,
+                case when not n.runs_on or n.bytes > v_limit then 'unsettled'
                     when (select t.map_task_id from flowforge.task t where t.task_id = tr.task_id) is not null and tr.map_index is null then 'expand'
                     when tr.available_at > p_now then 'delayed' else 'eligible' end::flowforge.task_run_stage,
-                case when not n.runs_on then p_now end
-            from (select v_runs_on[flowforge._position(v_ids, tr.task_run_id)] as runs_on) n),
+                case when not n.runs_on or n.bytes > v_limit then p_now end,
+                -- Claimed it could never be: no answer can hold so much.
+                case when n.runs_on and n.bytes > v_limit then
+                    format('the outputs of its upstreams are %s bytes together; at most %s are allowed (limit max_claim_bytes)', n.bytes, v_limit) end
+            from (select v_runs_on[flowforge._position(v_ids, tr.task_run_id)] as runs_on,
+                         v_bytes[flowforge._position(v_ids, tr.task_run_id)] as bytes) n),
             unmet = 0
         where tr.task_run_id = any (v_ids) and tr.state = 'pending'
         returning tr.task_run_id, tr.state
     )
-    select coalesce(array_agg(j.task_run_id) filter (where j.state = 'skipped'), '{}') into v_skipped from judged j;
+    select coalesce(array_agg(j.task_run_id) filter (where j.state <> 'pending'), '{}') into v_ended from judged j;
     foreach v_task_run_id in array v_map_ends loop
         perform flowforge._end_map(v_task_run_id, p_now);
     end loop;
-    return v_skipped || v_map_ends;
+    return v_ended || v_map_ends;
 end
 $$;
 comment on function flowforge._judge(bigint[], timestamptz) is
-    'Decides for task runs that have nothing left to wait for, in a run locked by the caller: in line, to be expanded, skipped by its trigger rule, or the end of a map. Answers those that ended by it, which are to be settled next.';
+    'Decides for task runs that have nothing left to wait for, in a run locked by the caller: in line, to be expanded, skipped by its trigger rule, failed because it would be given too much, or the end of a map. Answers those that ended by it, which are to be settled next.';
 
 create or replace function flowforge._mark_settled(
     p_task_run_ids bigint[], p_now timestamptz, out v_run_ids bigint[], out v_ended bigint[])
@@ -182,7 +191,7 @@ begin
         select n.unsettled,
             case
                 when n.unsettled > 0 then r.state
-                when r.cancel_requested_at is not null and (
+                when (
                     select true from flowforge.task_run tr
                     where tr.run_id = r.run_id and tr.map_index is null and tr.state = 'cancelled' limit 1) then 'cancelled'
                 when (
@@ -198,20 +207,6 @@ end
 $$;
 comment on function flowforge._settle_locked(bigint[], bigint) is
     'Settles those of the given task runs that have ended, and what ends by it, up to so many rows (null: all); ends the runs that have nothing unsettled left. The caller has locked the runs in an earlier statement, then the task runs. Answers how many were settled.';
-
-create or replace function flowforge._settle(p_run_ids bigint[], p_max_rows bigint) returns bigint
-language plpgsql volatile
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return flowforge._settle_locked(array(
-        select tr.task_run_id from flowforge.task_run tr
-        where tr.run_id = any (p_run_ids) and tr.stage = 'unsettled'
-        order by tr.task_run_id limit p_max_rows for no key update), p_max_rows);
-end
-$$;
-comment on function flowforge._settle(bigint[], bigint) is
-    'Settles up to so many task runs of runs that the caller has locked in an earlier statement.';
 
 create or replace function flowforge.settle_finished(max_rows bigint default 1000) returns bigint
 language plpgsql volatile security definer
@@ -239,10 +234,15 @@ begin
         select l.run_id from candidate c
         cross join lateral (select r.run_id from flowforge.run r where r.run_id = c.run_id for no key update skip locked) l
         limit least(settle_finished.max_rows, 500)) l;
-    if v_run_ids is null then
-        return 0;
-    end if;
-    return flowforge._settle(v_run_ids, settle_finished.max_rows);
+    -- Run by run, each in the order of its index: over all of them at once, order and limit would tempt the planner into
+    -- walking the primary key, and a sort would read the whole backlog. What is locked is passed over, so that nothing is
+    -- waited for; it comes next time.
+    return flowforge._settle_locked(array(
+        select l.task_run_id from unnest(v_run_ids) u (run_id)
+        cross join lateral (select tr.task_run_id from flowforge.task_run tr
+            where tr.run_id = u.run_id and tr.stage = 'unsettled'
+            order by tr.task_run_id offset 0 for no key update skip locked) l
+        limit settle_finished.max_rows), settle_finished.max_rows);
 end
 $$;
 comment on function flowforge.settle_finished(bigint) is

@@ -94,8 +94,12 @@ select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_ind
         when tr.stage = 'expand' then 'to be expanded'
         when tr.stage = 'delayed' then format('until %s', tr.available_at)
         when tr.stage = 'eligible' and q.paused_at is not null then format('queue %s is paused', q.name)
+        when tr.stage = 'eligible' and (s.reaper_ticked_at > flowforge._reading() - interval '1 minute') is not true then
+            'for a scheduler: none is running'
         when tr.stage = 'eligible' then format('for room in the window of queue %s', q.name)
-        when tr.stage = 'dispatched' and tr.available_at > flowforge._reading() then format('to be offered again at %s', tr.available_at)
+        when tr.stage = 'reoffered' and tr.unknown_handler_since is not null then
+            format('for a worker that knows handler %s; to be offered again at %s', t.handler, tr.available_at)
+        when tr.stage = 'reoffered' then format('to be offered again at %s', tr.available_at)
         when tr.stage = 'dispatched' then format('for a worker of queue %s', q.name)
         when tr.state = 'skipped' then format('rule %s was not met', t.rule)
     end as waits,
@@ -111,6 +115,7 @@ join flowforge.run r on r.run_id = tr.run_id
 join flowforge.workflow w on w.workflow_id = r.workflow_id
 join flowforge.task t on t.task_id = tr.task_id
 join flowforge.queue q on q.queue_id = tr.queue_id
+cross join flowforge.scheduler s
 left join flowforge.progress p on p.task_run_id = tr.task_run_id and p.fencing_token = tr.fencing_token;
 comment on view flowforge.task_run_status is
     'Task runs with what each waits for, who ran it, for how long, its progress and its error. Elements of a map have a map_index.';

@@ -102,6 +102,7 @@ begin
             select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'eligible'
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'delayed'
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'expand'
+            union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'reoffered'
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'dispatched'
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'unsettled'
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.lease_expires_at is not null) tr
@@ -121,7 +122,7 @@ begin
         from flowforge.task_run tr
         where tr.stage = 'dispatched' and (tr.redispatch_at > v_now - interval '10 s') is not true
             and (select true from flowforge.outbox o where o.task_run_id = tr.task_run_id
-                     and o.dispatch_id = tr.dispatch_id and o.published_at is null limit 1) is null;
+                     and o.dispatch_id = tr.dispatch_id and coalesce(o.published_at, o.parked_at) is null limit 1) is null;
 end
 $$;
 comment on function flowforge.violations() is

@@ -5,10 +5,11 @@ declare
     v_function regprocedure;
     v_relation regclass;
 begin
-    for v_function in select p.oid from pg_proc p where p.pronamespace = 'flowforge'::regnamespace loop
+    -- Whatever others have put into the schema is theirs.
+    for v_function in select p.oid from pg_proc p where p.pronamespace = 'flowforge'::regnamespace and pg_has_role(p.proowner, 'member') loop
         execute format('revoke all on function %s from public, flowforge_client, flowforge_worker, flowforge_scheduler, flowforge_publisher, flowforge_operator, flowforge_reader', v_function);
     end loop;
-    for v_relation in select c.oid from pg_class c where c.relnamespace = 'flowforge'::regnamespace and c.relkind in ('r', 'v', 'S') loop
+    for v_relation in select c.oid from pg_class c where c.relnamespace = 'flowforge'::regnamespace and c.relkind in ('r', 'v', 'S') and pg_has_role(c.relowner, 'member') loop
         execute format('revoke all on %s %s from public, flowforge_client, flowforge_worker, flowforge_scheduler, flowforge_publisher, flowforge_operator, flowforge_reader',
             case when (select c.relkind = 'S' from pg_class c where c.oid = v_relation) then 'sequence' else 'table' end, v_relation);
     end loop;

@@ -24,7 +24,7 @@ $$;
 do $$
 begin
     create type flowforge.task_run_stage as enum
-        ('blocked', 'expand', 'delayed', 'eligible', 'dispatched', 'leased', 'unsettled', 'settled');
+        ('blocked', 'expand', 'delayed', 'eligible', 'reoffered', 'dispatched', 'leased', 'unsettled', 'settled');
 exception when duplicate_object then null;
 end
 $$;
@@ -90,7 +90,7 @@ comment on type flowforge.run_state is
 comment on type flowforge.task_run_state is
     'State of a task run. pending: waits for upstreams, time, a pause or the window; ready: dispatched, its message may be under way; running: claimed under a lease; the rest are terminal.';
 comment on type flowforge.task_run_stage is
-    'Where a task run stands in line; refines its state, and every partial index is on it. pending is blocked (waits for others), expand (a map to be expanded), delayed (waits for its time) or eligible; ready is dispatched; running is leased; a terminal state is unsettled until its effects on the run are counted, then settled.';
+    'Where a task run stands in line; refines its state, and every partial index is on it. pending is blocked (waits for others), expand (a map to be expanded), delayed (waits for its time) or eligible; ready is dispatched, or reoffered until its delay after a reap or release is over; running is leased; a terminal state is unsettled until its effects on the run are counted, then settled.';
 comment on type flowforge.trigger_rule is
     'When a task runs, judged once when all its upstreams are settled. cancelled counts as failed; skipped is neither succeeded nor failed.';
 
@@ -115,13 +115,15 @@ insert into flowforge.setting (name, value, minimum, maximum, meaning) values
     ('max_name_bytes', 200, 1, 200, 'bytes of a workflow, task, queue or worker name'),
     ('max_handler_bytes', 255, 1, 255, 'bytes of a handler name (it travels as an AMQP short string)'),
     ('max_key_bytes', 255, 1, 1000, 'bytes of an idempotency key or a request id'),
-    ('max_payload_bytes', 16777216, 1024, 67108864, 'bytes of one input, output, labels or progress message, as jsonb in memory'),
+    ('max_payload_bytes', 16777216, 1024, 67108864, 'bytes of one input, output or definition, as JSON text or in memory'),
+    ('max_labels_bytes', 65536, 1024, 1048576, 'bytes of the labels of a run'),
+    ('max_claim_bytes', 67108864, 1048576, 134217728, 'bytes of the upstream outputs that one task is given'),
     ('max_map_width', 10000, 1, 100000, 'elements of one map'),
     ('max_map_output_bytes', 67108864, 1024, 134217728, 'bytes of the joined results of one map'),
     ('max_error_chars', 10000, 100, 1000000, 'characters kept of an error text; the rest is cut off'),
     ('max_trigger_runs', 10000, 1, 100000, 'runs triggered by one call of trigger_many'),
     ('max_trigger_task_runs', 200000, 1, 10000000, 'task runs created by one call of trigger_many'),
-    ('max_batch', 10000, 1, 100000, 'elements of one call to claim, renew, finish, fetch or mark'),
+    ('max_batch', 10000, 1000, 100000, 'elements of one call to claim, renew, finish, fetch or mark'),
     ('notify', 1, 0, 1, '1: NOTIFY wakes the daemons; 0: they only poll')
 on conflict (name) do nothing;
 
@@ -163,9 +165,11 @@ create table if not exists flowforge.queue (
     paused_at timestamptz,
     window_size bigint check (window_size > 0),
     redispatch_delay interval not null default '30 s' check (redispatch_delay > '0'),
-    drain_rate double precision not null default 0,
+    drain_rate double precision,
     sampled_window bigint not null default 0,
-    sampled_at timestamptz
+    sampled_at timestamptz,
+    drained_at timestamptz,
+    stalled boolean not null default false
 ) with (fillfactor = 50);
 comment on table flowforge.queue is 'A queue: what workers subscribe to; dispatch holds its row.';
 comment on column flowforge.queue.queue_id is 'Identity.';
@@ -173,9 +177,11 @@ comment on column flowforge.queue.name is 'Name; also the AMQP routing key.';
 comment on column flowforge.queue.paused_at is 'Since when nothing is dispatched from it; null: not paused.';
 comment on column flowforge.queue.window_size is 'Most task runs dispatched and due at once; null: the larger of 100 and 4 times the announced capacity.';
 comment on column flowforge.queue.redispatch_delay is 'How long a published message may stay unclaimed before it is published again; doubles at each repeat.';
-comment on column flowforge.queue.drain_rate is 'Recent pace of claims a second while the queue was busy, estimated at each dispatch.';
-comment on column flowforge.queue.sampled_window is 'Window after the last dispatch, for the estimate of the pace.';
-comment on column flowforge.queue.sampled_at is 'Time of the last dispatch, for the estimate of the pace.';
+comment on column flowforge.queue.drain_rate is 'Recent pace of claims a second while the queue was busy; null: none was seen.';
+comment on column flowforge.queue.sampled_window is 'Window when the pace was last estimated.';
+comment on column flowforge.queue.sampled_at is 'When the pace was last estimated.';
+comment on column flowforge.queue.drained_at is 'When the window was last seen to have shrunk or to be empty.';
+comment on column flowforge.queue.stalled is 'Whether nothing was claimed for the redispatch delay although a worker has room: the broker may have lost the messages.';
 
 create table if not exists flowforge.task (
     task_id bigint generated always as identity primary key,
@@ -314,6 +320,7 @@ create table if not exists flowforge.task_run (
     lease_owner text,
     last_owner text,
     error text,
+    output_bytes bigint,
     item jsonb,
     output jsonb,
     constraint lease_iff_running check (
@@ -323,6 +330,7 @@ create table if not exists flowforge.task_run (
         end),
     constraint stage_refines_state check (
         case stage
+            when 'reoffered' then state = 'ready'
             when 'dispatched' then state = 'ready'
             when 'leased' then state = 'running'
             when 'unsettled' then state in ('succeeded', 'failed', 'cancelled', 'skipped')
@@ -338,13 +346,14 @@ create unique index if not exists task_run_of_run on flowforge.task_run (run_id,
     nulls not distinct;
 create index if not exists task_run_eligible on flowforge.task_run (queue_id, priority desc, task_run_id)
     where stage = 'eligible';
-create index if not exists task_run_delayed on flowforge.task_run (available_at) where stage = 'delayed';
+create index if not exists task_run_delayed on flowforge.task_run (available_at, task_run_id) where stage = 'delayed';
+create index if not exists task_run_reoffered on flowforge.task_run (available_at, task_run_id) where stage = 'reoffered';
 create index if not exists task_run_expand on flowforge.task_run (task_run_id) where stage = 'expand';
 create index if not exists task_run_dispatched on flowforge.task_run (queue_id, priority desc, task_run_id)
     where stage = 'dispatched';
 create index if not exists task_run_lease on flowforge.task_run (lease_expires_at) where lease_expires_at is not null;
 create index if not exists task_run_claim on flowforge.task_run (claim_id) where claim_id is not null;
-create index if not exists task_run_unsettled on flowforge.task_run (run_id) where stage = 'unsettled';
+create index if not exists task_run_unsettled on flowforge.task_run (run_id, task_run_id) where stage = 'unsettled';
 -- On an expression that only the view dead_letters writes, so that no guard on state can match it.
 create index if not exists task_run_failed on flowforge.task_run ((case when state = 'failed' then finished_at end))
     where case when state = 'failed' then finished_at end is not null;
@@ -381,10 +390,12 @@ comment on column flowforge.task_run.lease_owner is 'Worker that holds the lease
 comment on column flowforge.task_run.last_owner is 'Worker that claimed it last.';
 comment on column flowforge.task_run.error is 'Why the last attempt failed, or why it was cancelled.';
 comment on column flowforge.task_run.item is 'Element of the mapped array.';
+comment on column flowforge.task_run.output_bytes is 'Size of the output, for the limit of what a task is given.';
 comment on column flowforge.task_run.output is 'Output of the handler; for a map the outputs of its elements in order.';
 comment on index flowforge.task_run_of_run is 'From a run and task to its rows.';
 comment on index flowforge.task_run_eligible is 'What can be dispatched now, by queue.';
 comment on index flowforge.task_run_delayed is 'What waits only for its time.';
+comment on index flowforge.task_run_reoffered is 'What is offered again later; moved into the window when due.';
 comment on index flowforge.task_run_expand is 'Maps to be expanded.';
 comment on index flowforge.task_run_dispatched is 'The window of each queue.';
 comment on index flowforge.task_run_lease is 'Leases by expiry, for the reaper.';

@@ -23,7 +23,7 @@ begin
             when 'pending → cancelled' then true
             -- The end of a map's own row.
             when 'pending → succeeded' then flowforge_test.is_own_row_of_map(new)
-            when 'pending → failed' then flowforge_test.is_own_row_of_map(new)
+            when 'pending → failed' then flowforge_test.is_own_row_of_map(new) or new.error like '%max_claim_bytes%'
             when 'ready → running' then new.attempt = old.attempt and new.dispatch_id = old.dispatch_id
             when 'ready → failed' then true
             when 'ready → cancelled' then true

@@ -142,6 +142,8 @@ class Engine:
         return self.table("claim_next", list(queues), "worker", uuid.uuid4(), "30 s", max_rows)
 
     def claim_one(self) -> Claim:
+        """Claim the next one, after a scheduler has moved in what is due to be offered again."""
+        self.rows("select flowforge._promote_due(flowforge._clock(), 1000)")
         (claim,) = self.claim_next(1)
         return claim
 

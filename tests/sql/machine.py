@@ -213,7 +213,7 @@ class DatabaseMachine(RuleBasedStateMachine):
             row.adopt(found.available_at)
         stages = {
             "pending": {"expand"} if run.waits_for_expansion(row) else {"eligible", "delayed"},
-            "ready": {"dispatched"},
+            "ready": {"reoffered" if row.reoffered else "dispatched"},
             "running": {"leased"},
         }.get(row.state, {"settled" if row.settled else "unsettled"})
         if row.state == "pending" and run.unmet(row):
@@ -369,7 +369,11 @@ class DatabaseMachine(RuleBasedStateMachine):
         name = None if task is None else list(run.tasks)[task % len(run.tasks)]
         params = ("retry_run(%s, %s, %s)", run.id, name, request)
         if request in run.retries:
-            assert self.call(*params) == run.retries[request]
+            earlier, answer = run.retries[request]
+            if earlier != name:
+                self.refused("WF004", *params)
+            else:
+                assert self.call(*params) == answer
             return
         trial = copy.deepcopy(run)
         trial.settle(self.model.now)
@@ -380,7 +384,7 @@ class DatabaseMachine(RuleBasedStateMachine):
         reset = run.retry(self.model.now, name)
         assert self.call(*params) == reset
         if request:
-            run.retries[request] = reset
+            run.retries[request] = name, reset
 
     @turn(1, pick=picks, other=picks)
     def activate(self, pick: int, other: int) -> None:

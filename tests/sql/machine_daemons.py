@@ -111,15 +111,25 @@ class DaemonMachine(DatabaseMachine):
 
     @turn(
         2,
-        lambda self: any(self.model.is_eligible(run, row) for run, row in self.model.rows()),
+        lambda self: any(
+            self.model.is_eligible(run, row) or (row.reoffered and row.available_at <= self.model.now)
+            for run, row in self.model.rows()
+        ),
         max_rows=st.sampled_from([1, 500]),
     )
     def dispatch(self, max_rows: int) -> None:
         model = self.model
         eligible = [row for run, row in model.rows() if model.is_eligible(run, row)]
-        room = {queue: model.room(queue) for queue in QUEUES}
         answer = self.call("dispatch_ready(%s)", max_rows)
         found = {row.id: row for row in self.rows_of(ROWS)}
+        due = [row for _, row in model.in_state("ready") if row.reoffered and row.available_at <= model.now]
+        promoted = [
+            row for _, row in model.in_state("ready") if row.reoffered and found[row.id].stage == "dispatched"
+        ]
+        assert len(promoted) == min(len(due), max_rows)
+        for row in promoted:
+            row.enter_window(model.now)
+        room = {queue: model.room(queue) for queue in QUEUES}
         taken = [row for _, row in model.in_state("pending") if found[row.id].state == "ready"]
         for run, row in model.in_state("pending"):
             if row in taken:
@@ -170,7 +180,9 @@ class DaemonMachine(DatabaseMachine):
     def redispatch(self, pick: int) -> None:
         queues = [row.task.queue for _, row in self.model.in_state("ready")]
         queue = queues[pick % len(queues)]
-        ready = [row for _, row in self.model.in_state("ready") if row.task.queue == queue]
+        ready = [
+            row for _, row in self.model.in_state("ready") if row.task.queue == queue and not row.reoffered
+        ]
         for row in ready:
             self.model.arm(row)
         assert self.call("redispatch(%s)", queue) == len(ready)
@@ -334,7 +346,7 @@ class DaemonMachine(DatabaseMachine):
             candidates = [
                 row
                 for _, row in self.model.in_state("ready")
-                if row.task.queue in queues and row.available_at <= self.model.now
+                if row.task.queue in queues and not row.reoffered
             ]
             chosen = [row for row in candidates if row.id in taken]
             assert len(answers) == len(chosen) == min(max_rows, len(candidates))

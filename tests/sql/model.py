@@ -69,10 +69,11 @@ class Model:
         )
 
     def room(self, queue: str) -> int:
-        """How many more may be dispatched now: the window counts what is dispatched and due."""
+        """How many more may be dispatched now: the window counts what is dispatched and due, and what is to
+        be offered again later only beyond its own size."""
         ready = [row for _, row in self.in_state("ready") if row.task.queue == queue]
-        due = sum(row.available_at <= self.now for row in ready)
-        return max(0, (self.windows.get(queue) or DEFAULT_WINDOW) - due)
+        window, later = self.windows.get(queue) or DEFAULT_WINDOW, sum(row.reoffered for row in ready)
+        return max(0, window - (len(ready) - later) - max(0, later - window))
 
     def expand(self, run: Run, row: TaskRun, ids: list[int]) -> None:
         """One map; `ids` are the elements that came into being, in order."""
@@ -222,6 +223,7 @@ class Model:
                 shortest, longest = timedelta(seconds=1), ANY_DELAY
             row.wait(self.now, shortest, longest)
             row.offer(row.available_at)
+            row.reoffered = longest > timedelta()
             self.arm(row)
 
     def reap(self) -> int:
@@ -246,7 +248,11 @@ class Model:
         return row.lease_end <= self.now and (over or not spared)
 
     def fail_undeliverable(self) -> int:
-        late = [row for _, row in self.in_state("ready") if row.start_by and row.start_by <= self.now]
+        late = [
+            row
+            for _, row in self.in_state("ready")
+            if row.start_by and row.start_by <= self.now and not row.reoffered
+        ]
         for _, row in self.in_state("ready"):
             orders = self.orders_of(row)
             if row not in late and orders and all(order.state == "parked" for order in orders):

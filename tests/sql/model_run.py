@@ -85,6 +85,7 @@ class TaskRun:
     deadline: datetime | None = None
     start_by: datetime | None = None
     unknown_since: datetime | None = None
+    reoffered: bool = False  # ready, but out of the window until it is due and has been moved into it
     output: Any = None
 
     def end_lease(self) -> None:
@@ -99,6 +100,7 @@ class TaskRun:
     def become(self, state: str) -> None:
         self.state = state
         self.start_by = None
+        self.reoffered = False
         self.end_lease()
 
     def next_attempt(self) -> None:
@@ -120,6 +122,11 @@ class TaskRun:
             self.offer(available_at)
         self.available_at = self.available_by = available_at
 
+    def enter_window(self, now: datetime) -> None:
+        assert self.reoffered
+        assert self.available_at <= now
+        self.reoffered = False
+
     def wait(self, now: datetime, shortest: timedelta, longest: timedelta) -> None:
         self.available_at, self.available_by = now + shortest, now + longest
 
@@ -134,7 +141,8 @@ class Run:
     state: str = "running"
     cancelling: bool = False
     finished_at: datetime | None = None
-    retries: dict[str, int] = field(default_factory=dict)  # answers by request id
+    # Task and answer by request id.
+    retries: dict[str, tuple[str | None, int]] = field(default_factory=dict)
 
     def own(self, name: str) -> TaskRun:
         return next(row for row in self.rows if row.task.name == name and row.index is None)
@@ -194,8 +202,7 @@ class Run:
             self.judge()
         if settled and all(row.settled for row in self.rows):
             own = {row.state for row in self.rows if row.index is None}
-            cancelled = self.cancelling and "cancelled" in own
-            self.state = "cancelled" if cancelled else "failed" if "failed" in own else "succeeded"
+            self.state = "cancelled" if "cancelled" in own else "failed" if "failed" in own else "succeeded"
             self.finished_at = now
         return settled
 

@@ -224,3 +224,22 @@ def test_the_scheduler_is_woken_only_when_it_is_asleep(db: Database, committing:
 def test_declaring_null_is_refused(engine: Engine) -> None:
     with engine.refuses("WF001"):
         engine.call("declare_scheduler", None)
+
+
+def test_what_nobody_can_run_at_present_does_not_take_the_backlog_out_of_line(engine: Engine) -> None:
+    """What is to be offered again later leaves the window, but no more of it than the window holds."""
+    engine.define(*(task(f"t{i}") for i in range(50)))
+    engine.call("configure_queue", "default", window_size=10)
+    engine.trigger()
+    for _ in range(10):
+        engine.schedule()
+        for claim in engine.claim_next():
+            engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "unknown_handler")
+    count = "select count(*) from flowforge.task_run where stage = %s"
+    assert engine.value(count, "reoffered") == 20
+    assert engine.value(count, "eligible") == 30
+    assert engine.claim_next() == []
+    assert engine.value("select flowforge.next_due() between '0 s' and '60 s'") is True
+    engine.advance("1 min")
+    engine.schedule()
+    assert len(engine.claim_next()) == 20

@@ -71,7 +71,8 @@ PATHS = {
     "dispatch_ready": (
         "insert:run_pkey(run_id) insert:task_pkey(task_id) insert:task_run_pkey(task_run_id) "
         "run_pkey(run_id) task_pkey(task_id) task_run_delayed(available_at) "
-        "task_run_dispatched(queue_id) task_run_eligible(queue_id) update:run_pkey(run_id) "
+        "task_run_dispatched(queue_id) task_run_eligible(queue_id) task_run_reoffered() "
+        "task_run_reoffered(available_at) update:run_pkey(run_id) "
         "update:task_pkey(task_id) update:task_run_pkey(task_run_id)"
     ),
     "expand_map": (
@@ -91,7 +92,7 @@ PATHS = {
     "mark_published": "update:outbox_pkey(outbox_id)",
     "mark_refused": "update:outbox_pkey(outbox_id)",
     "mark_unpublishable": "update:outbox_pkey(outbox_id)",
-    "next_due": "task_run_delayed()",
+    "next_due": "task_run_delayed() task_run_reoffered()",
     "prune": (
         "delete:attempt_pkey(task_run_id) delete:progress_pkey(task_run_id) delete:run_pkey(run_id) "
         "delete:run_retry_pkey(run_id) delete:task_run_pkey(task_run_id) "
@@ -392,3 +393,35 @@ def test_every_statement_goes_by_its_index(db: Database, statistics: str) -> Non
         tour.take()
     found = {function: access_paths(plans, TABLES) for function, plans in tour.plans.items()}
     assert found == {function: set(paths.split()) for function, paths in PATHS.items()}
+
+
+@pytest.mark.parametrize("when", ["statistics of the backlog", "backlog without statistics"])
+def test_settling_a_backlog_reads_what_it_settles(db: Database, when: str) -> None:
+    """Not the history, nor the rest of the backlog: whatever share of the table is unsettled."""
+    with db.connect() as connection:
+        connection.execute("alter table flowforge.task_run disable trigger user")
+        connection.execute("alter table flowforge.run disable trigger user")
+        connection.execute("select flowforge.define_workflow(%s)", (Jsonb(WORKFLOWS[0]),))
+        name = WORKFLOWS[0]["name"]
+        for _ in range(2):
+            connection.execute("select flowforge.trigger_many(%s, %s)", (name, [Jsonb({})] * 2000))
+            # The first half is history, the second one waits to be settled.
+            connection.execute(
+                """
+                update flowforge.task_run
+                set state = 'succeeded', finished_at = now(), unmet = 0,
+                    stage = case stage when 'unsettled' then 'settled' else 'unsettled' end
+                        ::flowforge.task_run_stage
+                """
+            )
+        connection.execute(
+            "update flowforge.run set state = 'succeeded', finished_at = now() where run_id <= 2000"
+        )
+        if when == "statistics of the backlog":
+            vacuum(connection)
+        with recorded(connection) as plans:
+            assert connection.execute("select flowforge.settle_finished(1000)").fetchone() == (1000,)
+        locking = [plan for plan in plans if "LockRows" in str(plan) and "Recursive Union" not in str(plan)]
+        (choice,) = [plan for plan in locking if "task_run_unsettled" in str(plan)]
+        assert access_paths([choice], ["task_run"]) == {"task_run_unsettled(run_id)"}
+        assert "Sort" not in str(choice)

@@ -90,7 +90,7 @@ def test_presence_of_workers(engine: Engine) -> None:
 
 
 def test_a_limit_is_set_within_its_bounds(engine: Engine) -> None:
-    assert engine.call("set_limit", "max_batch", 5) is True
-    assert engine.value("select value from flowforge.limits where name = 'max_batch'") == 5
+    assert engine.call("set_limit", "max_batch", 5000) is True
+    assert engine.value("select value from flowforge.limits where name = 'max_batch'") == 5000
     with engine.changes_nothing():
-        assert engine.call("set_limit", "max_batch", 5) is False
+        assert engine.call("set_limit", "max_batch", 5000) is False

@@ -6,7 +6,8 @@ from tests.sql.helpers import Engine, task
 
 
 def publish(engine: Engine) -> int:
-    query = "select flowforge.mark_published(array_agg(f.outbox_id)) from flowforge.fetch_outbox(1000) f"
+    query = """select flowforge.mark_published(coalesce(array_agg(f.outbox_id), '{}'))
+        from flowforge.fetch_outbox(1000) f"""
     marked: int = engine.value(query)
     return marked
 
@@ -77,25 +78,69 @@ def test_ready_without_any_order_is_armed(engine: Engine) -> None:
     assert engine.messages()[0].dispatch_id == engine.task_run(run_id, "a").dispatch_id
 
 
-def test_a_full_window_that_drains_slowly_is_given_time(engine: Engine) -> None:
-    """Else slow workers mean a needless message for every few claims. Once nobody claims, it is lost."""
-    engine.define(*(task(f"t{i}") for i in range(300)))
-    engine.call("configure_queue", "default", redispatch_delay="5 s", window_size=100)
+def work_slowly(engine: Engine, seconds: int, claims: int) -> list[int]:
+    """One worker takes `seconds` for each task, and a scheduler looks every 5 s; how much was armed again in
+    the time of each."""
+    armed = []
+    for _ in range(claims):
+        claim = engine.claim_one()
+        lost = 0
+        for _ in range(seconds // 5):
+            engine.advance("5 s")
+            lost += engine.call("redispatch_lost")
+            publish(engine)
+        armed.append(lost)
+        assert engine.finish(claim) == "accepted"
+        engine.schedule()
+        publish(engine)
+    return armed
+
+
+@pytest.mark.parametrize("seconds", [5, 20, 60, 300])
+def test_a_full_window_that_drains_slowly_is_given_time(engine: Engine, seconds: int) -> None:
+    """Else slow workers mean needless messages. Once nobody claims or runs anything, it is lost."""
+    engine.define(*(task(f"t{i}", lease=3600) for i in range(200)))
     engine.trigger()
     engine.schedule()
-    for _ in range(12):  # two claims a second
-        publish(engine)
-        engine.advance("5 s")
-        for claim in engine.claim_next(10):
+    publish(engine)
+    assert sum(work_slowly(engine, seconds, 60)) == 0
+    engine.advance("10 s")
+    assert engine.call("redispatch_lost") == 0
+    engine.rows("update flowforge.task_run set redispatch_at = flowforge._clock() where state = 'ready'")
+    engine.rows("update flowforge.outbox set published_at = published_at - interval '1 minute'")
+    engine.advance("21 s")
+    assert engine.call("redispatch_lost") == 100
+
+
+def test_workers_that_became_slow_are_given_time_too(engine: Engine) -> None:
+    engine.define(*(task(f"t{i}", lease=3600) for i in range(2000)))
+    engine.trigger()
+    engine.schedule()
+    publish(engine)
+    for _ in range(20):  # 50 claims a second
+        for claim in engine.claim_next(50):
             engine.finish(claim)
+        engine.advance("1 s")
         engine.schedule()
-    pace = engine.value("select drain_rate from flowforge.queue_status")
-    assert 1.5 < pace < 2.5
-    look_again = "update flowforge.task_run set redispatch_at = ready_at + '5 s' where state = 'ready'"
-    for interval, lost in [("4 s", 0), ("2 s", 0), ("40 s", 90)]:  # the window of 100 takes 50 s to drain
-        engine.rows(look_again)
-        engine.advance(interval)
-        assert engine.call("redispatch_lost") == lost
+        publish(engine)
+    assert engine.value("select drain_rate > 40 from flowforge.queue_status") is True
+    assert sum(work_slowly(engine, 60, 30)) == 0
+
+
+def test_a_worker_that_has_room_and_claims_nothing_tells_of_lost_messages(engine: Engine) -> None:
+    """Though another one is busy for long."""
+    engine.define(*(task(f"t{i}", lease=3600) for i in range(50)))
+    engine.call("announce_worker", "worker", ["default"], 2)
+    engine.trigger()
+    engine.schedule()
+    publish(engine)
+    engine.claim_next(1)
+    lost = 0
+    for _ in range(13):
+        engine.call("announce_worker", "worker", ["default"], 2)
+        engine.advance("5 s")
+        lost += engine.call("redispatch_lost")
+    assert lost == 49
 
 
 def test_an_operator_arms_a_whole_queue_at_once(engine: Engine) -> None:

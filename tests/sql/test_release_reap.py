@@ -43,7 +43,12 @@ def test_the_same_attempt_is_offered_again_under_the_same_dispatch_id(engine: En
     else:
         assert release(engine, claim, how) == "released"
     row = engine.task_run(run_id, "a")
-    assert (row.state, row.stage, row.attempt, row.failures) == ("ready", "dispatched", 1, 0)
+    assert (row.state, row.stage, row.attempt, row.failures) == (
+        "ready",
+        "reoffered" if how == "unknown_handler" else "dispatched",
+        1,
+        0,
+    )
     assert (row.dispatch_id, row.fencing_token) == (claim.dispatch_id, 1)
     assert (row.claim_id, row.lease_owner, row.lease_expires_at, row.lease_length) == (None,) * 4
     assert row.reaps == (how in ("crashed", "reap"))

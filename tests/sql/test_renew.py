@@ -232,3 +232,16 @@ def test_wrong_progress_is_refused(engine: Engine, arguments: tuple[Any, ...], c
     engine.work(failing())
     with engine.refuses(code):
         engine.call("report_progress", *arguments)
+
+
+def test_a_transaction_under_a_lease_is_looked_after_by_the_server(engine: Engine) -> None:
+    """Else a host that vanishes inside it would hold the row of the task run for ever."""
+    engine.start(task("a"))
+    claim = engine.claim_one()
+    show = "select current_setting('idle_in_transaction_session_timeout')"
+    assert engine.value(show) == "0"
+    engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
+    assert engine.value(show) == "5min"
+    engine.rows("set local idle_in_transaction_session_timeout = '7min'")
+    engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
+    assert engine.value(show) == "7min"

@@ -1,7 +1,9 @@
 """settle_finished: counting what has finished, and ending runs, once."""
 
 import pytest
+from psycopg.types.json import Jsonb
 
+from tests.services.database import Database
 from tests.sql.helpers import Engine, failing, nothing, task
 
 
@@ -171,3 +173,51 @@ def test_nothing_to_do(engine: Engine) -> None:
         assert engine.call("expand_map") == 0
         assert engine.call("cancel_leftovers") == 0
         assert engine.work(nothing) == 0
+
+
+def test_a_row_that_somebody_has_locked_holds_up_nothing_else(db: Database, committing: Engine) -> None:
+    """A repeated finish in a transaction that stays open keeps the lock of what it has passed over."""
+    committing.define(task("a"))
+    runs = [committing.trigger() for _ in range(3)]
+    committing.schedule()
+    claims = committing.claim_next()
+    finish = "select flowforge.finish_task_run(%s, %s, 'succeeded')"
+    for claim in claims:
+        committing.finish(claim)
+    with db.connect(autocommit=False) as stranger:
+        held = "select from flowforge.task_run where task_run_id = %s for update"
+        stranger.execute(held, (claims[0].task_run_id,))
+        stranger.execute(finish, (claims[0].task_run_id, claims[0].fencing_token))
+        committing.rows("set lock_timeout = '10 s'")
+        assert committing.call("settle_finished") == 2
+        assert [committing.run_state(run) for run in runs].count("succeeded") == 2
+    assert committing.call("settle_finished") == 1
+
+
+def test_what_would_be_given_too_much_fails_and_says_so(engine: Engine) -> None:
+    """No answer of a claim could hold it: it would be chosen and fail for ever."""
+    engine.call("set_limit", "max_claim_bytes", 1024 * 1024)
+    parts = [task(f"part{i}") for i in range(3)]
+    names = [each["name"] for each in parts]
+    run_id = engine.start(
+        *parts, task("join", *names), task("few", *names[:2]), task("after", "join", when="any_failed")
+    )
+    engine.drive(lambda claim: "x" * 400_000 if claim.task.startswith("part") else claim.task)
+    assert engine.states(run_id) == {
+        **dict.fromkeys(names, "succeeded"),
+        "join": "failed",
+        "few": "succeeded",
+        "after": "succeeded",
+    }
+    assert "at most 1048576 are allowed (limit max_claim_bytes)" in engine.task_run(run_id, "join").error
+    engine.call("set_limit", "max_claim_bytes", 2 * 1024 * 1024)
+    assert engine.call("retry_run", run_id) == 1
+    engine.drive()
+    assert engine.states(run_id)["join"] == "succeeded"
+
+
+def test_the_size_of_what_grows_as_text_is_that_of_the_text(engine: Engine) -> None:
+    engine.call("set_limit", "max_payload_bytes", 50_000)
+    engine.start(task("a"))
+    with engine.refuses("WF005", "at most 50000"):
+        engine.finish(engine.claim_one(), output=Jsonb("\x01" * 10_000))

@@ -54,6 +54,11 @@ def test_what_a_task_run_waits_for(engine: Engine) -> None:
     engine.call("pause_queue", "p")
     engine.call("configure_queue", "f", window_size=1)
     run_id = engine.trigger()
+    assert set(engine.rows("select waits from flowforge.task_run_status where unmet = 0")) == {
+        ("for a scheduler: none is running",),
+        ("queue p is paused",),
+    }
+    engine.reap()
     engine.schedule()
     claims = {claim.task: claim for claim in engine.claim_next()}
 
@@ -74,7 +79,9 @@ def test_what_a_task_run_waits_for(engine: Engine) -> None:
     offered = engine.task_run(run_id, "again").available_at
     assert found.pop("later") == engine.value("select format('until %%s', %s::timestamptz)", until)
     assert found.pop("again") == engine.value(
-        "select format('to be offered again at %%s', %s::timestamptz)", offered
+        "select format('for a worker that knows handler w.again; to be offered again at %%s',"
+        " %s::timestamptz)",
+        offered,
     )
     assert found == {
         "a": None,
