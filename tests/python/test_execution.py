@@ -17,9 +17,9 @@ import psycopg
 import pytest
 
 from flowforge.db import Connection
-from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
+from flowforge.errors import TimeLimitExceeded
 from flowforge.worker.claim import Claim
-from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason, describe, judge
+from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason
 from flowforge.worker.executor import Executor
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
@@ -79,125 +79,6 @@ def slots(request: pytest.FixtureRequest) -> Iterator[Callable[..., Slots]]:
     yield make
     for each in made:
         each.executor.close()
-
-
-# -- what a handler's end means
-
-
-def with_stop(reason: StopReason | None, **facts: bool) -> Execution:
-    execution = an_execution(time_limit=5)
-    if reason is not None:
-        execution.stop(reason)
-    for name, value in facts.items():
-        setattr(execution, name, value)
-    return execution
-
-
-@pytest.mark.parametrize(
-    ("stop", "raised", "outcome"),
-    [
-        (None, None, "succeeded"),
-        (None, ValueError("x"), "failed"),
-        # Nobody asked it to: a cancelled outcome outside a cancelled run would be refused.
-        (None, Cancelled("x"), "failed"),
-        (StopReason.CANCEL, None, "succeeded"),
-        (StopReason.CANCEL, Cancelled("x"), "cancelled"),
-        (StopReason.CANCEL, asyncio.CancelledError(), "cancelled"),
-        (StopReason.CANCEL, ValueError("x"), "failed"),
-        # Whatever it returns: it came too late.
-        (StopReason.TIME_LIMIT, None, "failed"),
-        (StopReason.TIME_LIMIT, TimeLimitExceeded(), "failed"),
-        (StopReason.SHUTDOWN, None, "succeeded"),
-    ],
-)
-def test_outcome_follows_from_the_end_and_what_was_asked(
-    stop: StopReason | None, raised: BaseException | None, outcome: str
-) -> None:
-    report = judge(with_stop(stop), 1, raised)
-    assert isinstance(report, Finish)
-    assert report.outcome == outcome
-    assert report.retryable
-
-
-def test_nothing_is_sent_for_a_lost_lease_or_a_finish_in_the_handlers_transaction() -> None:
-    assert judge(with_stop(StopReason.LOST), 1, None) is None
-    assert judge(with_stop(None, finished=True), 1, None) is None
-    assert judge(with_stop(None, finished=True), None, ValueError()) is None
-
-
-def test_an_unknown_commit_is_never_reported_as_a_success() -> None:
-    assert judge(with_stop(None, commit_unknown=True), 1, None) == Release("crashed")
-    assert judge(with_stop(None, commit_unknown=True), None, ValueError()) == Release("crashed")
-
-
-def test_what_stops_at_shutdown_is_given_back() -> None:
-    assert judge(with_stop(StopReason.SHUTDOWN), None, Cancelled()) == Release("shutdown")
-
-
-def test_time_limit_is_named() -> None:
-    report = judge(with_stop(StopReason.TIME_LIMIT), None, TimeLimitExceeded())
-    assert report == Finish("failed", error="time limit of 5 s exceeded")
-
-
-class Hostile(dict[str, Any]):
-    def items(self) -> Any:
-        raise OSError("no items")
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["a\0b", "\ud800", {"k\0": 1}, float("nan"), float("inf"), b"bytes", {1, 2}, object(), Hostile(a=1)],
-    ids=repr,
-)
-def test_unstorable_result_is_a_permanent_failure(value: object) -> None:
-    report = judge(with_stop(None), value, None)
-    assert isinstance(report, Finish)
-    assert (report.outcome, report.retryable) == ("failed", False)
-    assert report.error is not None
-    assert report.error.startswith("result not storable: ")
-
-
-def test_deep_nesting_is_not_storable() -> None:
-    value: list[Any] = []
-    for _ in range(20_000):
-        value = [value]
-    report = judge(with_stop(None), value, None)
-    assert report == Finish("failed", error="result not storable: nested too deeply", retryable=False)
-
-
-def test_what_json_holds_is_stored_as_it_is() -> None:
-    report = judge(with_stop(None), {"big": 2**70, "text": "\\u0000 ü", "list": [1.5, None, True]}, None)
-    assert report == Finish(
-        "succeeded", output='{"big":1180591620717411303424,"text":"\\\\u0000 ü","list":[1.5,null,true]}'
-    )
-
-
-def test_permanent_errors_are_not_retryable() -> None:
-    for raised in (PermanentError("no use"), NotStorable("not storable: x")):
-        report = judge(with_stop(None), None, raised)
-        assert isinstance(report, Finish)
-        assert not report.retryable
-
-
-def test_error_text_is_storable_bounded_and_shows_where() -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise OSError
-
-    def deep(depth: int) -> None:
-        if depth:
-            deep(depth - 1)
-        raise ValueError("a\0b\ud800" + "x" * 100_000)
-
-    with pytest.raises(ValueError) as caught:
-        deep(200)
-    text = describe(caught.value)
-    text.encode()
-    assert "\0" not in text
-    assert len(text) < 7000
-    assert text.startswith("ValueError: a\ufffdb?xxx")
-    assert "in deep" in text
-    assert describe(Mute()).startswith("Mute: ")
 
 
 # -- slots

@@ -3,23 +3,16 @@
 import contextlib
 import os
 import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from flowforge import runner
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import ConfigError, PermanentError
-from flowforge.worker.claim import CLAIM_NEXT, answers
 from flowforge.worker.context import Context
 from flowforge.worker.daemon import Worker, handlers_of
-from flowforge.worker.execution import Execution, Release
-from flowforge.worker.finishing import Finisher
-from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session
 from tests.python.proxy import Proxy
 from tests.python.workbench import Bench, Gate, LossyProxy, RunningWorker, Witness
@@ -387,37 +380,6 @@ def test_only_the_workers_own_queues_are_served(bench: Bench) -> None:
         assert bench.wait_run(runs[1]) == ["succeeded"]
         assert bench.wait_state(runs[0], "task", "ready")
     assert there.executions == []
-
-
-def test_a_release_that_finds_the_row_locked_is_repeated(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What a shutdown gives back is not counted; left to the reaper it would be."""
-    workflow = Workflow("w")
-    workflow.task(name="task")(lambda _: None)
-    bench.define(workflow)
-    run = bench.trigger(workflow)
-    bench.wait_state(run, "task", "ready")
-    config, counts, broken = bench.config.replace(lock_timeout=0.1), Counter[str](), list[str]()
-    claims = Session(config, "claim")
-    (answer,) = answers(claims.call(CLAIM_NEXT, [["default"], "me", uuid4(), 60, 1]))
-    claims.close()
-    assert answer.claim is not None
-    execution = Execution(answer.claim, time.monotonic(), time.monotonic())
-    keeper = LeaseKeeper(Session(config, "renew"), "me", ["default"], 1, 60, counts, broken.append)
-    keeper.hold([execution])
-    finisher = Finisher(Session(config, "finish"), keeper, counts, broken.append)
-    with bench.db.connect() as other, other.transaction():
-        other.execute("select from flowforge.task_run for update")
-        finisher.start()
-        finisher.put(execution, Release("shutdown"))
-        finisher.close()
-        wait_until(lambda: caplog.text.count("refused") >= 2, "refusals")
-        assert keeper.held == 1
-    assert finisher.wait_ended(60)
-    assert (counts, broken, keeper.held) == ({"released_shutdown": 1}, [], 0)
-    task = bench.task(run, "task")
-    assert (task["state"], task["reaps"]) == ("ready", 0)
 
 
 # -- the process
