@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import psycopg
@@ -73,33 +73,74 @@ def connect(
     `prepared_statements` off is for poolers in transaction mode. Parameters of `dsn` win over the keepalives
     and time-outs set here. Values of psycopg's Json and Jsonb are written by `json_text`.
 
-    Raises ConfigError when `dsn` is empty or cannot be parsed, psycopg.Error when the connection fails.
+    Raises ConfigError when `dsn` is empty or cannot be read without doubt, psycopg.Error when the connection
+    fails. Neither shows a password.
     """
-    if not dsn:
-        raise ConfigError(
-            "FLOWFORGE_DATABASE_URL is not set; give a connection string such as postgresql://user@host/database"
-        )
-    try:
-        given = conninfo.conninfo_to_dict(dsn)
-    except psycopg.Error:
-        # The parser's own message may quote a part of the password.
-        raise ConfigError(
-            "FLOWFORGE_DATABASE_URL is not a PostgreSQL connection string (URI or key=value)"
-        ) from None
+    given = _parsed(dsn)
     settings: dict[str, Any] = {**_DEFAULTS, "application_name": application_name, **given}
     if connect_timeout is not None and "connect_timeout" not in given:
         settings["connect_timeout"] = connect_timeout
     if read_write and "target_session_attrs" not in given:
         settings["target_session_attrs"] = "read-write"
-    connection: Connection = psycopg.connect(
-        **settings,
-        autocommit=True,
-        row_factory=tuple_row,
-        prepare_threshold=5 if prepared_statements else None,
-    )
+    try:
+        connection: Connection = psycopg.connect(
+            **settings,
+            autocommit=True,
+            row_factory=tuple_row,
+            prepare_threshold=5 if prepared_statements else None,
+        )
+    except psycopg.Error as exc:
+        if (shown := _masked(str(exc), given)) != str(exc):
+            raise type(exc)(shown) from None
+        raise
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     set_json_dumps(json_text, connection)
     return connection
+
+
+def _parsed(dsn: str) -> dict[str, Any]:
+    """The parameters of `dsn`. Raises ConfigError, which quotes nothing: in a string that is read otherwise
+    than it was meant, a part of the password may be anywhere."""
+    if not dsn:
+        raise ConfigError(
+            "no database: FLOWFORGE_DATABASE_URL is not set, nor is a connection string given otherwise, such "
+            "as postgresql://user@host/database"
+        )
+    with suppress(psycopg.Error):
+        given = conninfo.conninfo_to_dict(dsn)
+        if _unmistakable(dsn, given):
+            return given
+    raise ConfigError(
+        "the database's connection string is not one of PostgreSQL (URI or key=value), or its host or port "
+        "cannot be one; in a URI, write in a user's name or password %40 for @, %3A for :, %2F for /, "
+        "%3F for ?, %23 for #, %25 for %"
+    )
+
+
+def _unmistakable(dsn: str, given: Mapping[str, Any]) -> bool:
+    """Whether no part of a password can have become the host, port or database of `given`."""
+    scheme, _, rest = dsn.partition("://")
+    if scheme in ("postgresql", "postgres"):
+        # As libpq does: the login ends at the first @, unless a / comes before it.
+        login, _, place = rest.partition("@")
+        if "@" in (rest if "/" in login else place).partition("?")[0]:
+            return False
+    hosts, ports = str(given.get("host", "")).split(","), str(given.get("port", ""))
+    # A name or address, the folder of a socket, or an abstract socket.
+    return all(re.fullmatch(r"[\w.:%-]*|[/@].*", host, re.DOTALL) for host in hosts) and bool(
+        re.fullmatch(r"[\d\s,]*", ports)
+    )
+
+
+def _masked(text: str, given: Mapping[str, Any]) -> str:
+    """`text` without the passwords of a connection string. Messages quote whatever they were given, and only
+    there is looked: a password may be a word of the message too."""
+    secrets = [str(given[key]) for key in ("password", "sslpassword") if given.get(key)]
+
+    def mask(quoted: re.Match[str]) -> str:
+        return reduce(lambda shown, secret: shown.replace(secret, "***"), secrets, quoted[0])
+
+    return re.sub(r"""(["'])(.*?)\1""", mask, text)
 
 
 def call(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -235,6 +236,29 @@ def test_a_missing_setting_ends_the_start(written: Callable[[], list[dict[str, o
     code, line = start_fails(Config(), written)
     assert code == runner.EXIT_CONFIG
     assert "FLOWFORGE_DATABASE_URL is not set" in line
+
+
+def test_a_password_that_is_not_escaped_shows_neither_in_log_nor_health_nor_on_the_command_line(
+    tmp_path: Path, written: Callable[[], list[dict[str, object]]]
+) -> None:
+    url = "postgresql://u:p@S3CRET@127.0.0.1:1/db"
+    config = Config(database_url=url, health_file=str(tmp_path / "health"))
+    code, line = start_fails(config, written)
+    assert code == runner.EXIT_CONFIG
+    assert "%40 for @" in line
+    health = Path(config.health_file).read_text()
+    assert "%40 for @" in health
+    command = subprocess.run(
+        [sys.executable, "-m", "flowforge", "runs"],
+        cwd=CHECKOUT,
+        env={**os.environ, "FLOWFORGE_DATABASE_URL": url},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert command.returncode == runner.EXIT_CONFIG
+    assert "%40 for @" in command.stderr
+    assert "S3CRET" not in str(written()) + health + command.stdout + command.stderr
 
 
 @pytest.mark.parametrize(
