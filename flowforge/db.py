@@ -103,8 +103,8 @@ def _parsed(dsn: str) -> dict[str, Any]:
     than it was meant, a part of the password may be anywhere."""
     if not dsn:
         raise ConfigError(
-            "no database: FLOWFORGE_DATABASE_URL is not set, nor is a connection string given otherwise, such "
-            "as postgresql://user@host/database"
+            "no database: FLOWFORGE_DATABASE_URL is not set, nor is a connection string given otherwise, "
+            "such as postgresql://user@host/database"
         )
     with suppress(psycopg.Error):
         given = conninfo.conninfo_to_dict(dsn)
