@@ -198,7 +198,7 @@ class Worker:
             elif self._messages is not None and self._messages.channel.state != "connected":
                 self.health.report("no broker", str(self._messages.channel.error or ""))
             else:
-                self.health.ticked()
+                self.health.ticked(self._executor.blocked)
             if time.monotonic() - said >= COUNTS_INTERVAL and counted != self._totals():
                 said, counted = time.monotonic(), self._totals()
                 _log.info("so far", **counted)

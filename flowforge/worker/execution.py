@@ -28,6 +28,7 @@ class StopReason(enum.Enum):
     LOST = "the lease is lost; another worker may own this task run"
     TIME_LIMIT = "the time limit of the task has passed"
     SHUTDOWN = "the worker is shutting down"
+    BLOCKED = "its event loop was blocked, and is given up with all that runs there"
 
 
 class Finish(NamedTuple):
@@ -202,6 +203,8 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         return None
     if stop is StopReason.TIME_LIMIT:
         return Finish("failed", error=execution.time_limit_text)
+    if stop is StopReason.BLOCKED:
+        return Release("crashed")
     if execution.commit_unknown:
         # Either the commit took effect, and this is answered `fenced`; or nothing did, and the whole is asked
         # for again. A finish alone could make a success without its side effects.

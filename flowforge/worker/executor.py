@@ -1,4 +1,4 @@
-"""Running handlers: slots, threads for sync handlers, one event loop for async ones, and time limits."""
+"""Running handlers: slots, threads for sync handlers, an event loop for async ones, and time limits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from flowforge import log
 from flowforge.errors import Cancelled
 from flowforge.worker.execution import Execution, Release, Report, StopReason, judge
+from flowforge.worker.loops import HandlerLoop
 
 _log = log.of("worker")
 
 STOP_MOMENT = 2.0
 """Seconds that a handler past its time limit gets to stop before it is abandoned."""
+
+BLOCKED_AFTER = 5
+"""Seconds that an event loop may not run before it is set aside."""
 
 
 class Handler(Protocol):
@@ -34,6 +37,10 @@ class Executor:
     A slot is reserved before its task run is claimed, and free again when the handler has ended. A handler
     that does not stop at its time limit takes its slot with it, until it ends after all: a thread can be told
     to stop, and not be made to. `on_broken` is told when no slot is left, or when one of the threads dies.
+
+    An event loop that a handler blocks is set aside: what has not begun there begins on a fresh one. When
+    something on it has to stop meanwhile, which takes a running loop, it is given up with all that has begun
+    there.
     """
 
     def __init__(
@@ -56,10 +63,12 @@ class Executor:
         self._queue: queue.SimpleQueue[tuple[Execution, Handler] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._in_threads = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: threading.Thread | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: HandlerLoop | None = None  # for what comes next
+        self._loops: dict[HandlerLoop, threading.Thread] = {}  # with those set aside that have not ended
+        self._blocked: dict[HandlerLoop, str] = {}  # of these, with what runs there
         self._watch: threading.Thread | None = None
+        self._look = threading.Event()
+        self._looks_at = float("inf")
         self._stopping = False
         self._closed = False
         self._pid = os.getpid()
@@ -113,17 +122,15 @@ class Executor:
             self._in_threads += len(threaded)
             while len(self._threads) < self._in_threads:
                 self._threads.append(self._thread(self._work, f"flowforge-handler-{len(self._threads)}"))
-            if coroutines and self._loop is None:
-                loop = self._loop = asyncio.new_event_loop()
-                self._loop_thread = self._thread(lambda: self._run_loop(loop), "flowforge-handlers")
-            if any(execution.alarm is not None for execution, _ in (*coroutines, *threaded)):
-                if self._watch is None:
-                    self._watch = self._thread(self._keep_time, "flowforge-time-limits")
-                self._changed.notify_all()
+            if coroutines:
+                self._submit(coroutines)
+            if self._watch is None:
+                self._watch = self._thread(self._keep_time, "flowforge-time-limits")
         for each in threaded:
             self._queue.put(each)
-        if coroutines and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._start_coroutines, self._loop, coroutines)
+        alarms = (execution.alarm for execution, _ in (*coroutines, *threaded))
+        if any(alarm is not None and alarm < self._looks_at for alarm in alarms):
+            self._look.set()
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until no handler runs. True when none does."""
@@ -148,12 +155,13 @@ class Executor:
         with self._changed:
             self._stopping = self._closed = True
             self._changed.notify_all()
+            loops = dict(self._loops)
+        self._look.set()
         for _ in self._threads:
             self._queue.put(None)
-        if self._loop is not None:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._loop.stop)
-        for thread in (*self._threads, self._loop_thread, self._watch):
+        for loop in loops:
+            loop.close()
+        for thread in (*self._threads, *loops.values(), self._watch):
             if thread is not None:
                 thread.join(0 if self._lost else 5)
 
@@ -178,31 +186,24 @@ class Executor:
         self._leave_if_forked(raised)
         self._ended(execution, begun, returned, raised, in_thread=True)
 
-    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        while not self._closed:
-            try:
-                loop.run_forever()
-            except BaseException:  # noqa: BLE001 -- SystemExit of a task that a handler has made
-                _log.exception("a task of an async handler tried to end the worker")
-        pending = asyncio.all_tasks(loop)
-        for task in pending:
-            task.cancel()
-        if pending:
-            loop.run_until_complete(asyncio.wait(pending, timeout=1))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+    def _submit(self, coroutines: Iterable[tuple[Execution, Handler]]) -> None:
+        """On the present event loop; the caller holds the lock, and so nobody sets it aside meanwhile."""
+        if (loop := self._loop) is None:
+            loop = self._loop = HandlerLoop(self._run_coroutine)
+            self._loops[loop] = self._thread(lambda: self._run_loop(loop), "flowforge-handlers")
+        loop.submit(coroutines)
 
-    def _start_coroutines(
-        self, loop: asyncio.AbstractEventLoop, items: list[tuple[Execution, Handler]]
-    ) -> None:
-        for execution, handler in items:
-            # The loop itself keeps only weak references to tasks.
-            task = loop.create_task(self._run_coroutine(execution, handler))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _run_loop(self, loop: HandlerLoop) -> None:
+        try:
+            loop.run()
+        finally:
+            with self._changed:
+                self._loops.pop(loop, None)
+                self._blocked.pop(loop, None)
 
-    async def _run_coroutine(self, execution: Execution, handler: Handler) -> None:
+    async def _run_coroutine(self, loop: HandlerLoop, execution: Execution, handler: Handler) -> None:
+        if not loop.begin(execution):
+            return
         begun, returned, raised = False, None, None
         try:
             begun = execution.begin()
@@ -212,6 +213,7 @@ class Executor:
             raised = exc
         self._leave_if_forked(raised)
         self._ended(execution, begun, returned, raised, in_thread=False)
+        loop.left(execution)
 
     def _leave_if_forked(self, raised: BaseException | None) -> None:
         """A handler forked, and this is the child on its way out: it must touch nothing of the parent's."""
@@ -245,25 +247,26 @@ class Executor:
                 self._free += 1
                 self._changed.notify_all()
 
-    # -- time limits
+    # -- time limits, and what does not stop
 
     def _keep_time(self) -> None:
-        with self._changed:
-            while not self._closed:
-                alarms = [execution.alarm for execution in self._running if execution.alarm is not None]
-                now = time.monotonic()
-                if not alarms:
-                    self._changed.wait()
-                elif min(alarms) > now:
-                    self._changed.wait(min(alarms) - now)
-                else:
-                    due = [each for each in self._running if each.alarm is not None and each.alarm <= now]
-                    self._changed.release()
-                    try:
-                        for execution in due:
-                            self._out_of_time(execution)
-                    finally:
-                        self._changed.acquire()
+        beat_at = 0.0
+        while not self._closed:
+            self._look.clear()
+            # What is started from here on has to wake this thread.
+            self._looks_at = float("inf")
+            with self._changed:
+                running = list(self._running)
+            now = time.monotonic()
+            if now >= beat_at:
+                beat_at = now + 1
+                self._look_at_loops()
+            for execution in running:
+                if execution.alarm is not None and execution.alarm <= now:
+                    self._out_of_time(execution)
+            alarms = [execution.alarm for execution in running if execution.alarm is not None]
+            self._looks_at = min([beat_at, *alarms])
+            self._look.wait(max(0.0, self._looks_at - time.monotonic()))
 
     def _out_of_time(self, execution: Execution) -> None:
         """First alarm: tell the handler to stop. Second: go on without it."""
@@ -272,20 +275,31 @@ class Executor:
                 execution.alarm = execution.deadline  # it was prolonged
                 return
             execution.overdue = True
-            execution.alarm = time.monotonic() + STOP_MOMENT
             execution.stop(StopReason.TIME_LIMIT)
+            if (loop := self._loop_of(execution)) is not None:
+                loop.ask()
+            execution.alarm = time.monotonic() + STOP_MOMENT
         else:
             execution.alarm = None
+            loop = self._loop_of(execution)
+            if loop is not None and loop.silent >= STOP_MOMENT:
+                self._give_up(loop)
             self._abandon(execution)
 
     def _abandon(self, execution: Execution) -> None:
-        if not execution.abandon():
-            return
-        _log.warning(
-            "handler does not stop; going on without it and its slot",
-            task_run=execution.claim.task_run_id, handler=execution.claim.handler,
-            reason=execution.stop_reason.value if execution.stop_reason else "",
-        )  # fmt: skip
+        """Go on without the handler: unstarted when it has not begun, else with its slot lost."""
+        loop = self._loop_of(execution)
+        if loop is not None and loop.withdraw(execution):
+            self._ended(execution, False, None, None, in_thread=False)
+        elif execution.abandon():
+            _log.warning(
+                "handler does not stop; going on without it and its slot",
+                task_run=execution.claim.task_run_id, handler=execution.claim.handler,
+                reason=execution.stop_reason.value if execution.stop_reason else "",
+            )  # fmt: skip
+            self._abandoned(execution)
+
+    def _abandoned(self, execution: Execution) -> None:
         with self._changed:
             self._running.discard(execution)
             self._lost += 1
@@ -293,6 +307,67 @@ class Executor:
         self._report(execution, judge(execution, None, Cancelled()))
         if self.exhausted:
             self._on_broken("every slot is lost to a handler that does not stop")
+
+    # -- event loops that do not run
+
+    @property
+    def blocked(self) -> str:
+        """The handlers on event loops that do not run, or nothing."""
+        with self._changed:
+            return "; ".join(self._blocked.values())
+
+    def _loop_of(self, execution: Execution) -> HandlerLoop | None:
+        with self._changed:
+            loops = list(self._loops)
+        return next((loop for loop in loops if loop.has(execution)), None)
+
+    def _look_at_loops(self) -> None:
+        with self._changed:
+            loops = list(self._loops)
+        for loop in loops:
+            missed = loop.look()
+            if missed == 0:
+                with self._changed:
+                    self._blocked.pop(loop, None)
+            elif missed == BLOCKED_AFTER and not _all_ended(loop.begun):
+                names = _names(loop)
+                with self._changed:
+                    self._blocked[loop] = f"the event loop is blocked by {names}"
+                _log.warning(
+                    "an event loop is blocked; other async handlers begin on a fresh one",
+                    handler=names, seconds=round(loop.silent),
+                )  # fmt: skip
+            if missed >= BLOCKED_AFTER:
+                self._set_aside(loop)
+
+    def _set_aside(self, loop: HandlerLoop) -> None:
+        """What has not begun there begins on a fresh loop, and so does what comes next."""
+        with self._changed:
+            if self._loop is loop:
+                self._loop = None
+                if moved := loop.retire():
+                    self._submit(moved)
+
+    def _give_up(self, loop: HandlerLoop) -> None:
+        """Nothing on it can be stopped: go on without all that has begun there. What nobody had told to stop
+        is given back as after a crash."""
+        names = _names(loop)
+        self._set_aside(loop)
+        abandoned = []
+        for execution in loop.begun:
+            if execution.stop_reason is None:
+                execution.stop(StopReason.BLOCKED)
+            if execution.abandon():
+                abandoned.append(execution)
+        with self._changed:
+            self._blocked.pop(loop, None)
+        if abandoned:
+            _log.warning(
+                "an event loop is blocked; going on without all handlers on it, and their slots",
+                handler=names, count=len(abandoned), seconds=round(loop.silent),
+            )  # fmt: skip
+        for execution in abandoned:
+            self._abandoned(execution)
 
     def _thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         def guarded() -> None:
@@ -322,3 +397,16 @@ async def _awaited(execution: Execution, coroutine: Awaitable[object]) -> object
     """What `coroutine` returns, in a task that is cancelled when the handler is told to stop."""
     execution.run_as(asyncio.current_task())
     return await coroutine
+
+
+def _all_ended(executions: Collection[Execution]) -> bool:
+    return bool(executions) and all(execution.ended for execution in executions)
+
+
+def _names(loop: HandlerLoop) -> str:
+    """The handler that blocks `loop`, or all that may."""
+    current = loop.current
+    found = {
+        f"{each.claim.handler} (run {each.claim.run_id})" for each in (current and [current]) or loop.begun
+    }
+    return ", ".join(sorted(found)) or "what a handler left behind"

@@ -335,6 +335,134 @@ def test_what_does_not_stop_is_abandoned_with_its_slot(slots: Callable[..., Slot
     assert len(bench.reports) == 3
 
 
+# -- event loops that a handler blocks
+
+
+class Blocking:
+    """An async handler that blocks its event loop until it is let go."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.ended: list[BaseException | None] = []
+
+    async def handle(self, _ctx: Any) -> None:
+        self.gate.wait()
+        try:
+            await asyncio.sleep(0)
+            self.ended.append(None)
+        except BaseException as exc:
+            self.ended.append(exc)
+            raise
+
+
+async def _fine(_ctx: Any) -> str:
+    return "fine"
+
+
+def test_a_loop_that_does_not_run_when_a_time_limit_passes_is_given_up(
+    slots: Callable[..., Slots], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What has begun on it is abandoned, what has not begins elsewhere, and so does what comes later. When it
+    runs again, what it holds is cancelled and the slots come back."""
+    blocking, idle, cancelled = Blocking(), Gate(), []
+
+    async def waiting(_ctx: Any) -> None:
+        idle.arrivals += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as exc:
+            cancelled.append(exc)
+            raise
+
+    bench = slots(5, blocking=blocking.handle, waiting=waiting, fine=_fine, thread=lambda _: "thread")
+    neighbour = bench.start("waiting")
+    idle.await_arrivals()
+    blocker = bench.start("blocking", 0.1)
+    blocking.gate.await_arrivals()
+    behind = bench.start("fine")
+    assert bench.report(blocker) == Finish("failed", error="time limit of 0.1 s exceeded")
+    assert bench.report(neighbour) == Release("crashed")
+    assert bench.report(behind) == Finish("succeeded", output='"fine"')
+    assert bench.run("fine", 100) == Finish("succeeded", output='"fine"')
+    assert bench.run("thread") == Finish("succeeded", output='"thread"')
+    assert (bench.executor.lost, bench.free(), bench.executor.blocked) == (2, 3, "")
+    told = [record for record in caplog.records if "loop is blocked" in record.getMessage()]
+    assert [record.keys["handler"] for record in told] == ["blocking (run 1)"]  # type: ignore[attr-defined]
+    blocking.gate.open()
+    wait_until(lambda: bench.free() == 5, "the slots, back")
+    assert [type(exc) for exc in (*blocking.ended, *cancelled)] == [asyncio.CancelledError] * 2
+    assert (bench.executor.lost, len(bench.reports), bench.broken) == (0, 5, [])
+    wait_until(lambda: len(bench.executor._loops) == 1, "the end of the loop that was given up")
+
+
+def test_a_handler_that_ignores_its_cancellation_costs_the_others_nothing(
+    slots: Callable[..., Slots],
+) -> None:
+    """Its loop runs: only its own slot is lost."""
+    done = Gate()
+
+    async def deaf(_ctx: Any) -> None:
+        while True:
+            try:
+                done.arrivals += 1
+                return await asyncio.to_thread(done.wait)
+            except asyncio.CancelledError:
+                pass
+
+    async def waiting(_ctx: Any) -> str:
+        await asyncio.to_thread(done.wait)
+        return "done"
+
+    bench = slots(2, deaf=deaf, waiting=waiting)
+    neighbour = bench.start("waiting")
+    assert bench.run("deaf", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
+    assert bench.executor.lost == 1
+    done.open()
+    assert bench.report(neighbour) == Finish("succeeded", output='"done"')
+    wait_until(lambda: bench.free() == 2, "the slots, back")
+
+
+def test_a_loop_that_is_blocked_without_a_time_limit_is_told_and_set_aside(
+    slots: Callable[..., Slots], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that has begun there is taken from it, and it ends when that has ended."""
+    monkeypatch.setattr("flowforge.worker.executor.BLOCKED_AFTER", 2)
+    blocking = Blocking()
+    bench = slots(4, blocking=blocking.handle, fine=_fine)
+    blocker = bench.start("blocking")
+    blocking.gate.await_arrivals()
+    behind, cancelled = bench.start("fine"), bench.start("fine")
+    cancelled.stop(StopReason.CANCEL)
+    assert bench.report(behind) == Finish("succeeded", output='"fine"')
+    assert bench.report(cancelled) == Release("unstarted")
+    assert bench.executor.blocked == "the event loop is blocked by blocking (run 1)"
+    assert bench.run("fine") == Finish("succeeded", output='"fine"')
+    assert (bench.executor.lost, bench.free()) == (0, 3)
+    blocking.gate.open()
+    assert bench.report(blocker) == Finish("succeeded")
+    wait_until(lambda: (bench.executor.blocked, len(bench.executor._loops)) == ("", 1), "the loop's end")
+    assert caplog.text.count("an event loop is blocked") == 1
+
+
+@pytest.mark.parametrize("reason", [StopReason.SHUTDOWN, StopReason.LOST])
+def test_what_has_not_begun_on_a_blocked_loop_can_be_given_back(
+    slots: Callable[..., Slots], reason: StopReason
+) -> None:
+    blocking = Blocking()
+    bench = slots(2, blocking=blocking.handle, fine=_fine)
+    blocker = bench.start("blocking")
+    blocking.gate.await_arrivals()
+    behind = bench.start("fine")
+    assert bench.executor.stop_all(reason) == 2
+    bench.executor.abandon_all()
+    lost = reason is StopReason.LOST
+    assert bench.report(behind) == (None if lost else Release("unstarted"))
+    assert bench.report(blocker) == (None if lost else Release("shutdown"))
+    assert (bench.executor.lost, bench.free()) == (1, 1)
+    blocking.gate.open()
+    wait_until(lambda: bench.free() == 2, "the slots, back")
+
+
 # -- a handler's connection that is lost before it is cut
 
 
