@@ -210,7 +210,8 @@ def json_text(value: Any) -> str:
         raise NotStorable(f"not storable: {exc}") from None
     except RecursionError:
         raise NotStorable("not storable: nested too deeply") from None
-    if re.search(r"(?<!\\)(?:\\\\)*\\u0000", text):
+    # The expression takes long on a large text; what it looks for is hardly ever there.
+    if "\\u0000" in text and re.search(r"(?<!\\)(?:\\\\)*\\u0000", text):
         raise NotStorable("not storable: text with the character U+0000")
     return text
 

@@ -1,0 +1,59 @@
+"""How results travel: as they are, and a large one by itself."""
+
+from collections import Counter
+from typing import Any
+
+from psycopg._queries import PostgresQuery
+from psycopg.adapt import Transformer
+
+from flowforge.config import Config
+from flowforge.worker.execution import Finish
+from flowforge.worker.finishing import Finisher
+from flowforge.worker.leases import LeaseKeeper
+from flowforge.worker.session import Session
+from tests.python.test_execution import an_execution
+
+
+class Wire(Session):
+    """Accepts every result and keeps how many bytes of parameters each statement had."""
+
+    def __init__(self) -> None:
+        super().__init__(Config(), "finish")
+        self.rows: list[int] = []
+        self.bytes: list[int] = []
+
+    def call(self, query: str, params: Any, **_: Any) -> list[tuple[Any, ...]]:
+        sent = PostgresQuery(Transformer())
+        sent.convert(query, params)
+        self.rows.append(len(params[0]))
+        self.bytes.append(sum(len(each) for each in sent.params or () if each is not None))
+        return [("accepted",)] * len(params[0])
+
+
+def sent(*outputs: str) -> Wire:
+    """What went out of these results, which were there before the first was sent."""
+    wire, counts, broken = Wire(), Counter[str](), list[str]()
+    keeper = LeaseKeeper(Session(Config(), "renew"), "me", ["default"], 1, 60, counts, broken.append)
+    finisher = Finisher(wire, keeper, counts, broken.append)
+    for output in outputs:
+        execution = an_execution()
+        keeper.hold([execution])
+        finisher.put(execution, Finish("succeeded", output=output))
+    finisher.close()
+    finisher.start()
+    assert finisher.wait_ended(60)
+    assert (counts, broken) == ({"finished_succeeded": len(outputs)}, [])
+    return wire
+
+
+def test_a_result_is_sent_as_it_is() -> None:
+    """Escaped, it would take Python seconds in which no lease is renewed: it is full of what would be."""
+    output = '"' + '\\u0001\\"' * 500_000 + '"'
+    wire = sent(output)
+    assert wire.bytes[0] < len(output) + 1000
+
+
+def test_other_results_do_not_share_the_statement_of_a_large_one() -> None:
+    large = '"' + "x" * 9_000_000 + '"'
+    wire = sent("1", "2", large, "3", "4")
+    assert wire.rows == [2, 1, 2]
