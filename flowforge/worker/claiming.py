@@ -169,10 +169,11 @@ class QueueClaimer(Claimer):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._hears: bool | None = None
+        self._most = parts.config.concurrency  # to claim at once, less after a refusal
 
     def _turn(self) -> None:
         config = self.parts.config
-        slots = self._reserve(config.concurrency, timeout=1.0)
+        slots = self._reserve(self._most, timeout=1.0)
         if slots == 0:
             return
         try:
@@ -182,9 +183,9 @@ class QueueClaimer(Claimer):
         except (psycopg.Error, Unanswered) as exc:
             self.parts.executor.give_back(slots)
             if isinstance(exc, psycopg.Error):
-                _log.warning("claim refused; trying again", error=brief(exc))
-                self._given_up.wait(self.session.pause())
+                self._refused(exc, slots)
             return
+        self._most = min(2 * self._most, config.concurrency)
         self.parts.executor.give_back(slots - len(found))
         if found:
             self._forget_notifications()
@@ -192,6 +193,20 @@ class QueueClaimer(Claimer):
             self._execute([answer.claim for answer in found if answer.claim is not None], sent)
         else:
             self._wait(config.poll_interval * random.uniform(0.8, 1.0))  # noqa: S311 -- jitter, not a secret
+
+    def _refused(self, exc: psycopg.Error, slots: int) -> None:
+        """Try again: at once with a single one, when more may be the reason, else later."""
+        if db.is_transient(exc):
+            _log.warning("claim refused; trying again", error=brief(exc))
+        elif slots > 1:
+            _log.warning("claim refused; trying a single one", error=brief(exc), count=slots)
+            self._most = 1
+            return
+        else:
+            _log.error("claim of a single one refused; trying again later", error=brief(exc))
+            self._most = 1
+            self.session.refused = True
+        self.waker.wait(self.session.pause())
 
     def _connected(self, conn: db.Connection) -> None:
         # The connection that claims can listen too: it is in autocommit mode and in no transaction while it

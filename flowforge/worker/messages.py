@@ -2,7 +2,7 @@
 
 A message is acknowledged when its claim was decided, won or lost, and not before: from there on the lease
 protects the work. What cannot be claimed for now, for want of a slot or of the database, goes back to the
-broker for others to take.
+broker for others to take; what is refused by itself, again and again, after a delay that grows.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PAUSE_AFTER = 5.0
 _SLOW_FOR = 60.0  # seconds after that for which hardly anything is prefetched
 _AHEAD = 0.05  # seconds of work prefetched beyond twice the slots: about a round trip through the broker
 _MOST_PREFETCHED = 2000
+_MOST_SET_ASIDE = 5  # refused messages at the same time; more, and it is hardly the messages
 
 
 class _Message(NamedTuple):
@@ -48,6 +49,9 @@ class MessageClaimer(Claimer):
         self._arrived: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
         self._waiting: deque[_Message] = deque()
         self._aside = False
+        # Messages whose claim was refused, by when they are given back; how often each dispatch's was.
+        self._set_aside: list[tuple[float, _Message]] = []
+        self._refusals: dict[UUID, db.Backoff] = {}
         self._free_at = time.monotonic()
         self._sat_out_at = float("-inf")
         self._prefetch = 2 * parts.config.concurrency
@@ -64,6 +68,7 @@ class MessageClaimer(Claimer):
     def _turn(self) -> None:
         self._receive()
         self._adapt()
+        self._give_back_due()
         if not self._waiting:
             self._free_at = time.monotonic()
             return
@@ -135,6 +140,8 @@ class MessageClaimer(Claimer):
             else:
                 won.append(answer.claim)
         self._decided += len(batch)
+        for each in batch:
+            self._refusals.pop(each.dispatch_id, None)
         self.channel.ack(each.delivery for each in batch)
         crash_point("worker:after-ack")
         self.parts.executor.give_back(len(batch) - len(won))
@@ -152,16 +159,32 @@ class MessageClaimer(Claimer):
 
     def _refused(self, message: _Message, exc: psycopg.Error) -> bool:
         keys = {"task_run": message.task_run_id, "error": brief(exc)}
-        if not db.is_transient(exc) and (exc.sqlstate or "")[:2] in ("WF", "22"):
+        passing = db.is_transient(exc)
+        if not passing and (exc.sqlstate or "")[:2] in ("WF", "22"):
             self.channel.reject([message.delivery])
             self.parts.executor.give_back(1)
+            self._refusals.pop(message.dispatch_id, None)
             _log.error("message cannot be claimed; to the dead letters", **keys)
             return True
-        _log.warning("claim refused; trying again later", **keys)
+        if not passing and len(self._set_aside) < _MOST_SET_ASIDE:
+            if len(self._refusals) >= _MOST_PREFETCHED:
+                self._refusals.clear()  # others got and decided them, since
+            delay = self._refusals.setdefault(message.dispatch_id, db.Backoff(first=1.0, cap=60.0)).next()
+            self._set_aside.append((time.monotonic() + delay, message))
+            self.parts.executor.give_back(1)
+            _log.error("claim of a message refused; keeping it aside", seconds=round(delay, 1), **keys)
+            return True
+        (_log.warning if passing else _log.error)("claim refused; trying again later", **keys)
+        self.session.refused = not passing
         self._step_aside()
         self._return([message])
         self._given_up.wait(self.session.pause())
         return False
+
+    def _give_back_due(self) -> None:
+        now = time.monotonic()
+        self.channel.give_back(message.delivery for due, message in self._set_aside if due <= now)
+        self._set_aside = [each for each in self._set_aside if each[0] > now]
 
     def _return(self, batch: Sequence[_Message]) -> None:
         self.channel.give_back(each.delivery for each in batch)
@@ -179,7 +202,9 @@ class MessageClaimer(Claimer):
         except queue.Empty:
             pass
         self.channel.give_back(each.delivery for each in self._waiting)
+        self.channel.give_back(message.delivery for _, message in self._set_aside)
         self._waiting.clear()
+        self._set_aside.clear()
 
     def _resume(self) -> None:
         if not self.stopping:

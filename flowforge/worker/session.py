@@ -40,6 +40,8 @@ class Session:
         self._shorten: Callable[[float], None] | None = None
         self._backoff = db.Backoff()
         self.lost_since_answer = 0
+        self.refused = False
+        """Set by whoever gets nowhere for a refusal; a call that succeeds unsets it."""
 
     @property
     def connection(self) -> db.Connection | None:
@@ -48,8 +50,8 @@ class Session:
 
     @property
     def healthy(self) -> bool:
-        """Whether the last call was answered."""
-        return self.lost_since_answer == 0
+        """Whether the last call was answered, and not refused in a way that nothing goes on."""
+        return self.lost_since_answer == 0 and not self.refused
 
     def call(
         self,
@@ -74,7 +76,7 @@ class Session:
                 raise
             sent = self._conn is not None
             self.close()
-            if self.healthy:
+            if self.lost_since_answer == 0:
                 _log.warning(
                     "database connection lost; trying again", connection=self.purpose, error=brief(exc)
                 )
@@ -82,10 +84,11 @@ class Session:
             raise Unanswered(brief(exc), sent=sent) from exc
         self._answered()
         self._backoff.reset()
+        self.refused = False
         return rows
 
     def _answered(self) -> None:
-        if not self.healthy:
+        if self.lost_since_answer:
             _log.info("database answers again", connection=self.purpose)
             self.lost_since_answer = 0
 

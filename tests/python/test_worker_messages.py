@@ -42,6 +42,19 @@ def queued(bench: Bench, rabbit: Broker, queue: str = "default") -> int:
     return -1 if counts is None else counts[0]
 
 
+def refuse(bench: Bench, run: int, sqlstate: str) -> None:
+    """Make every claim of the task of `run` raise."""
+    poison = bench.task(run, "task")["task_run_id"]
+    bench.execute(
+        f"""
+        create function public.refuse() returns trigger language plpgsql as
+            $$ begin raise exception 'poison' using errcode = '{sqlstate}'; end $$;
+        create trigger refuse before update on flowforge.task_run for each row
+            when (new.task_run_id = {poison} and new.state = 'running') execute function public.refuse();
+        """
+    )
+
+
 def test_doubled_messages_make_one_execution_and_are_dropped(rabbit_bench: Bench, rabbit: Broker) -> None:
     """Several deliveries of one dispatch, waiting at the same time: never two in one undecided call, and all
     are acknowledged."""
@@ -147,20 +160,53 @@ def test_a_claim_that_is_refused_is_told_apart_from_its_batch(rabbit_bench: Benc
     bench.define(witness.workflow)
     runs = bench.trigger_many(witness.workflow, 6)
     wait_until(lambda: queued(bench, rabbit) == 6, "six messages")
-    poison = bench.task(runs[3], "task")["task_run_id"]
-    bench.execute(
-        f"""
-        create function public.refuse() returns trigger language plpgsql as
-            $$ begin raise exception 'poison' using errcode = '22000'; end $$;
-        create trigger refuse before update on flowforge.task_run for each row
-            when (new.task_run_id = {poison} and new.state = 'running') execute function public.refuse();
-        """
-    )
+    refuse(bench, runs[3], "22000")
     with bench.worker(witness.workflow, concurrency=6):
         assert set(bench.wait_run(*runs[:3], *runs[4:])) == {"succeeded"}
         wait_until(lambda: queued(bench, rabbit, "dead") == 1, "the dead letter")
     assert len(witness.executions) == 5
     assert bench.task(runs[3], "task")["state"] == "ready"
+
+
+def test_a_message_whose_claim_fails_again_and_again_holds_up_no_other(
+    rabbit_bench: Bench, rabbit: Broker
+) -> None:
+    """An error that says nothing of the message itself: it is kept aside, and runs once that has passed."""
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    runs = bench.trigger_many(witness.workflow, 6)
+    wait_until(lambda: queued(bench, rabbit) == 6, "six messages")
+    refuse(bench, runs[1], "XX000")
+    with bench.worker(witness.workflow, concurrency=6) as worker:
+        assert set(bench.wait_run(runs[0], *runs[2:])) == {"succeeded"}
+        claimer: Any = worker.worker._claimer
+        wait_until(lambda: any(each._tries > 1 for each in claimer._refusals.values()), "another try")
+        assert bench.wait_run(*bench.trigger_many(witness.workflow, 6)) == ["succeeded"] * 6
+        bench.execute("drop trigger refuse on flowforge.task_run")
+        assert bench.wait_run(runs[1]) == ["succeeded"]
+        wait_until(lambda: not claimer._refusals, "nothing kept of it")
+    assert queued(bench, rabbit, "dead") == 0
+
+
+def test_without_a_broker_a_refused_claim_is_tried_singly_and_shown(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One dispatch that makes the claim raise costs the others their company, and not their turn."""
+    witness = Witness()
+    bench.define(witness.workflow)
+    runs = bench.trigger_many(witness.workflow, 6)
+    for run in runs:
+        bench.wait_state(run, "task", "ready")
+    refuse(bench, runs[5], "XX000")
+    with bench.worker(witness.workflow, concurrency=6) as worker:
+        assert set(bench.wait_run(*runs[:5])) == {"succeeded"}
+        wait_until(lambda: worker.worker.health.state not in ("starting", "ok"), "health")
+        assert "poison" in next(
+            str(each.__dict__["keys"]) for each in caplog.records if each.levelname == "ERROR"
+        )
+        bench.execute("drop trigger refuse on flowforge.task_run")
+        assert bench.wait_run(runs[5]) == ["succeeded"]
+        wait_until(lambda: worker.worker.health.state == "ok", "health")
 
 
 def test_a_broken_claiming_function_costs_no_message(rabbit_bench: Bench, rabbit: Broker) -> None:
@@ -172,9 +218,10 @@ def test_a_broken_claiming_function_costs_no_message(rabbit_bench: Bench, rabbit
     with bench.worker(witness.workflow, database_url=login) as worker:
         assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
         bench.execute(f"revoke execute on function {function} from flowforge_worker")
-        runs = bench.trigger_many(witness.workflow, 4)
+        runs = bench.trigger_many(witness.workflow, 8)
         executor = worker.worker._executor
-        wait_until(lambda: worker.worker._claimer.session._backoff._tries > 0, "a refusal")
+        wait_until(lambda: worker.worker._claimer.session._backoff._tries > 0, "a refusal of all")
+        wait_until(lambda: worker.worker.health.state not in ("starting", "ok"), "health")
         bench.execute(f"grant execute on function {function} to flowforge_worker")
         assert set(bench.wait_run(*runs)) == {"succeeded"}
         wait_until(lambda: executor.reserve(4, timeout=0) == 4, "all slots free")
