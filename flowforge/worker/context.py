@@ -5,7 +5,8 @@ Side effects exactly once, where the database can give it: `Context.transaction`
 handler's own statements and finishes the task run in one commit. Either all of it took effect or nothing did.
 An unknown outcome of that commit (the connection went away) is never settled by a finish alone, which could
 record a success without its side effects: the task run is given back, and if the commit did take effect that
-changes nothing.
+changes nothing. It is given back, too, when the connection was lost before the commit and the handler ends
+for that: nothing happened, and no attempt is used up.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import psycopg
 
 from flowforge import db
 from flowforge.config import Config
-from flowforge.errors import Cancelled, DatabaseUnavailable, NotStorable
-from flowforge.worker.execution import Execution, StopReason, storable
+from flowforge.errors import Cancelled, DatabaseUnavailable, NotStorable, PermanentError
+from flowforge.worker.execution import Execution, StopReason, causes, storable
 
 if TYPE_CHECKING:
     from flowforge.worker.leases import LeaseKeeper
@@ -195,10 +196,10 @@ class Context:
         commit together.
 
         `with ctx.transaction() as tx: tx.execute(...); tx.finish(output)`. It begins by asserting the lease,
-        which locks the task run, and ends by finishing it as succeeded, with the output given to `tx.finish`
-        or none. After that the task run is over, and what the handler returns no longer counts: a handler has
-        one successful transaction at most. When the block raises, everything is rolled back and the exception
-        goes on.
+        which locks the task run, and ends by finishing it as succeeded, with the output given to `tx.finish`,
+        which every block has to call. After that the task run is over, and what the handler returns or raises
+        no longer counts: a handler has one successful transaction at most. When the block raises, everything
+        is rolled back and the exception goes on.
 
         The transaction is READ COMMITTED, with the login of the worker, on a connection of its own; keep it
         short. It may take until the time limit, and without one stand idle for 300 s between statements. When
@@ -206,9 +207,11 @@ class Context:
 
         Raises Cancelled when the lease is lost, TimeLimitExceeded; DatabaseUnavailable when the connection
         was lost while committing: whether it took effect is not known to the handler, and the worker finds
-        out. NotStorable for an output that is too large; psycopg.Error for what the database says;
-        RuntimeError on the thread of the event loop (an async handler runs the block by asyncio.to_thread),
-        or for a second transaction.
+        out. NotStorable for an output that is too large; psycopg.Error for what the database says, also when
+        the connection is lost: a handler that lets it through is executed again in the same attempt.
+        RuntimeError for a block that ends without `tx.finish` (then nothing is kept, and no further attempt
+        made), on the thread of the event loop (an async handler runs the block by asyncio.to_thread), or for
+        a second transaction.
         """
         _refuse_event_loop()
         execution = self._execution
@@ -230,6 +233,7 @@ class Context:
                     execution.commit_unknown = True
                 else:
                     execution.committing = False
+                    execution.lost_by = _loss(connection, exc)
                     self._keeper.renew_soon(execution)
                 if isinstance(exc, psycopg.Error) and not refused:
                     execution.raise_if_not_owner()
@@ -264,7 +268,10 @@ class Context:
                     prepared_statements=self._config.prepared_statements,
                 )
             except psycopg.Error as exc:
-                if not db.is_transient(exc) or time.monotonic() > give_up:
+                if not db.is_transient(exc):
+                    raise
+                if time.monotonic() > give_up:
+                    execution.lost_by = exc
                     raise
                 time.sleep(backoff.next())
 
@@ -287,6 +294,11 @@ class Context:
         return str(transaction_id)
 
 
+class UnfinishedTransaction(PermanentError, RuntimeError):
+    """The block of a transaction ended without `finish`: the handler has a mistake that no further attempt
+    mends."""
+
+
 class Transaction:
     """The open transaction of a handler. What it does takes effect together with the end of the task run, or
     not at all."""
@@ -304,7 +316,8 @@ class Transaction:
         return self.connection.execute(query, params)
 
     def finish(self, output: object = None) -> None:
-        """Set the output of the task run. It is stored as the last statement of the transaction.
+        """Let the transaction end the task run as succeeded, with this output, by its last statement. Every
+        block has to call it.
 
         Raises NotStorable for what is not JSON; RuntimeError when called twice.
         """
@@ -314,6 +327,11 @@ class Transaction:
 
     def _finish(self, execution: Execution) -> None:
         claim = execution.claim
+        if not self._has_output:
+            raise UnfinishedTransaction(
+                "the block of ctx.transaction() ended without tx.finish(output); call it as the block's last "
+                "step, with what the task is to return"
+            )
         try:
             answer = self.connection.execute(
                 """
@@ -331,6 +349,22 @@ class Transaction:
         if answer != ("accepted",):
             # In another transaction it would make a success of side effects that may not be there.
             raise RuntimeError("the handler has ended the transaction of ctx.transaction() inside its block")
+
+
+def _loss(connection: db.Connection, exc: BaseException) -> BaseException | None:
+    """What told of the loss of `connection`, when `exc` came of that."""
+    if not db.connection_lost(connection):
+        return None
+    # Other codes are the server's verdict on the handler, such as a transaction that stood idle for too long.
+    return next(
+        (
+            each
+            for each in causes(exc)
+            if isinstance(each, psycopg.OperationalError | psycopg.InterfaceError)
+            and (each.sqlstate is None or each.sqlstate[:2] in ("08", "57"))
+        ),
+        None,
+    )
 
 
 def _refuse_event_loop() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import enum
 import threading
 import traceback
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -61,7 +62,8 @@ class Execution:
 
     __slots__ = (
         "_abandoned", "_cutoff", "_ended", "_lock", "_stop", "_task", "alarm", "claim", "commit_unknown",
-        "committing", "deadline", "finished", "gone", "overdue", "progress", "renewed_at", "reported",
+        "committing", "deadline", "finished", "gone", "lost_by", "overdue", "progress", "renewed_at",
+        "reported",
     )  # fmt: skip
 
     def __init__(self, claim: Claim, claimed_at: float, answered_at: float) -> None:
@@ -81,7 +83,9 @@ class Execution:
         self.reported: tuple[float, str | None] | None = None
         # Of the handler, for the lease keeper to look at: the progress it made.
         self.progress: tuple[float, str | None] | None = None
-        # Of the handler's own transaction: its COMMIT is under way; was lost; has taken effect.
+        # Of the handler's own transaction: the exception that told of its loss before COMMIT; its COMMIT is
+        # under way; was lost; has taken effect.
+        self.lost_by: BaseException | None = None
         self.committing = False
         self.commit_unknown = False
         self.finished = False
@@ -220,9 +224,24 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         return Release("shutdown")
     if stop is StopReason.CANCEL and isinstance(raised, Cancelled | asyncio.CancelledError):
         return Finish("cancelled", error=describe(raised, trace=False))
+    if execution.lost_by is not None and any(each is execution.lost_by for each in causes(raised)):
+        # It is certain that nothing happened, and not the handler's doing.
+        return Release("crashed")
     if isinstance(raised, NotStorable):
         return Finish("failed", error=f"result {storable(str(raised))}", retryable=False)
     return Finish("failed", error=describe(raised), retryable=not isinstance(raised, PermanentError))
+
+
+def causes(exc: BaseException) -> Generator[BaseException]:
+    """`exc` and every exception that it was made of or raised for."""
+    seen, left = set(), [exc]
+    while left:
+        each = left.pop(0)
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            parts = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+            left += [more for more in (*parts, each.__cause__, each.__context__) if more is not None]
 
 
 def describe(exc: BaseException, *, trace: bool = True) -> str:

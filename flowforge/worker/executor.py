@@ -385,10 +385,17 @@ class Executor:
 def _report_of(execution: Execution, begun: bool, returned: object, raised: BaseException | None) -> Report:
     if not begun:
         return None if execution.stop_reason is StopReason.LOST else Release("unstarted")
-    if execution.finished and (raised is not None or returned is not None):
+    claim = execution.claim
+    if execution.finished and raised is not None:
         _log.warning(
-            "what the handler did after its transaction had finished the task run does not count",
-            task_run=execution.claim.task_run_id, error=type(raised).__name__ if raised else None,
+            "the handler raised after its transaction had finished the task run, which stays succeeded",
+            run=claim.run_id, task_run=claim.task_run_id, handler=claim.handler, error=type(raised).__name__,
+        )  # fmt: skip
+    elif execution.finished and returned is not None:
+        _log.warning(
+            "what the handler returned is not kept, since its transaction had finished the task run; "
+            "give it to tx.finish(output)",
+            run=claim.run_id, task_run=claim.task_run_id, handler=claim.handler,
         )  # fmt: skip
     return judge(execution, returned, raised)
 

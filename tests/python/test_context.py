@@ -95,7 +95,7 @@ def test_input_that_python_cannot_hold_fails_its_own_task_only(bench: Bench) -> 
 # -- the transaction
 
 
-def test_side_effects_and_the_finish_are_one_commit(bench: Bench) -> None:
+def test_side_effects_and_the_finish_are_one_commit(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     workflow = Workflow("w")
     gate = Gate()
 
@@ -120,24 +120,156 @@ def test_side_effects_and_the_finish_are_one_commit(bench: Bench) -> None:
         assert effects(bench) == ["noted", "paid"]
     # No second finish was sent.
     assert dict(worker.counts) == {"claimed": 1, "finished_in_transaction": 1}
+    [told] = [each for each in caplog.records if "give it to tx.finish(output)" in each.getMessage()]
+    keys = {"daemon": "worker", "run": run, "handler": "w.pay"}
+    assert told.keys == keys | {"task_run": bench.task(run, "pay")["task_run_id"]}  # type: ignore[attr-defined]
 
 
-def test_a_transaction_without_finish_ends_the_task_run_all_the_same(bench: Bench) -> None:
-    """Side effects without the finish could be made again by the next attempt."""
+@pytest.mark.parametrize("end", ["end of the block", "return"])
+def test_a_transaction_without_finish_is_a_mistake_that_takes_everything_back(bench: Bench, end: str) -> None:
+    """Side effects without the finish could be made again by the next attempt, and a finish without an output
+    would lose what the handler returns."""
+    workflow = Workflow("w")
+
+    @workflow.task(retry=Retry(max_attempts=3, delay=0))
+    def pay(ctx: Context) -> str:
+        with ctx.transaction() as tx:
+            write(tx, ctx, "paid")
+            if end == "return":
+                return "paid"
+        return "paid"
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["failed"]
+    task = bench.task(run, "pay")
+    assert task["attempt"] == 1
+    assert "without tx.finish(output)" in task["error"]
+    assert effects(bench) == []
+
+
+def test_an_exception_after_the_block_changes_nothing_and_is_told(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     workflow = Workflow("w")
 
     @workflow.task
     def pay(ctx: Context) -> None:
         with ctx.transaction() as tx:
             write(tx, ctx, "paid")
+            tx.finish("paid")
         raise ValueError("too late to matter")
 
     bench.define(workflow)
     run = bench.trigger(workflow)
     with bench.worker(workflow):
         assert bench.wait_run(run) == ["succeeded"]
-    assert bench.task(run, "pay")["output"] is None
+    assert bench.task(run, "pay")["output"] == "paid"
     assert effects(bench) == ["paid"]
+    assert "raised after its transaction" in caplog.text
+
+
+# -- its connection is lost before the commit
+
+
+def lose(tx: Any) -> None:
+    tx.execute("select pg_terminate_backend(pg_backend_pid())")
+
+
+@pytest.mark.parametrize("how", ["as it is", "as the cause of another", "swallowed in the block"])
+def test_loss_of_the_connection_before_the_commit_uses_up_no_attempt(bench: Bench, how: str) -> None:
+    """A restart of PostgreSQL, a failover: nothing happened, and the same attempt is executed again."""
+    workflow = Workflow("w")
+    executions: list[tuple[int, int]] = []
+
+    @workflow.task(retry=Retry(max_attempts=1))
+    def pay(ctx: Context) -> None:
+        executions.append((ctx.attempt, ctx.fencing_token))
+        with ctx.transaction() as tx:
+            write(tx, ctx, f"paid under token {ctx.fencing_token}")
+            if ctx.fencing_token == 1:
+                try:
+                    lose(tx)
+                except psycopg.Error as exc:
+                    if how == "as it is":
+                        raise
+                    if how == "as the cause of another":
+                        raise ValueError("no payment") from exc
+            tx.finish()
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow) as worker:
+        assert bench.wait_run(run) == ["succeeded"]
+    assert executions == [(1, 1), (1, 2)]
+    assert effects(bench) == ["paid under token 2"]
+    assert worker.counts["released_crashed"] == 1
+
+
+def test_a_transaction_that_always_loses_its_connection_ends_at_max_reaps(bench: Bench) -> None:
+    workflow = Workflow("w")
+    executions: list[int] = []
+
+    @workflow.task(max_reaps=1)
+    def pay(ctx: Context) -> None:
+        executions.append(ctx.fencing_token)
+        with ctx.transaction() as tx:
+            lose(tx)
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["failed"]
+    assert executions == [1, 2]
+
+
+@pytest.mark.parametrize("then", ["returns", "fails by itself", "tries again"])
+def test_a_handler_that_catches_the_loss_of_its_connection_goes_on(bench: Bench, then: str) -> None:
+    workflow = Workflow("w")
+
+    @workflow.task(retry=Retry(max_attempts=1))
+    def pay(ctx: Context) -> str:
+        try:
+            with ctx.transaction() as tx:
+                lose(tx)
+        except psycopg.Error:
+            pass
+        if then == "fails by itself":
+            raise ValueError("something else")
+        if then == "tries again":
+            with ctx.transaction() as tx:
+                tx.finish("in a second block")
+        return "without a payment"
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        bench.wait_run(run)
+    task = bench.task(run, "pay")
+    assert task["reaps"] == 0
+    if then == "fails by itself":
+        assert task["error"].startswith("ValueError: something else")
+    else:
+        assert task["output"] == ("without a payment" if then == "returns" else "in a second block")
+
+
+def test_an_error_in_the_block_with_its_connection_intact_is_a_failure(bench: Bench) -> None:
+    """Also one of another connection that is lost."""
+    workflow = Workflow("w")
+
+    @workflow.task(retry=Retry(max_attempts=1))
+    def pay(ctx: Context) -> None:
+        with ctx.transaction(), psycopg.connect(bench.db.dsn) as other:
+            lose(other)
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["failed"]
+    task = bench.task(run, "pay")
+    assert task["error"].startswith("AdminShutdown: ")
+    assert task["reaps"] == 0
 
 
 def test_an_exception_in_the_block_takes_everything_back(bench: Bench) -> None:
@@ -171,6 +303,7 @@ def test_a_failed_block_may_be_tried_again_and_a_committed_one_not(bench: Bench)
             caught.append(exc)
         with ctx.transaction() as tx:
             write(tx, ctx, "paid")
+            tx.finish()
             try:
                 with ctx.transaction():
                     pass
@@ -253,6 +386,7 @@ def test_a_lost_lease_stops_the_transaction_before_its_first_statement(bench: Be
                 raise
         with ctx.transaction() as tx:
             write(tx, ctx, f"paid under token {ctx.fencing_token}")
+            tx.finish()
 
     bench.define(workflow)
     run = bench.trigger(workflow)

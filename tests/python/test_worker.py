@@ -414,8 +414,9 @@ def test_connections_are_three_and_one_more_for_each_open_transaction(any_bench:
 
     @workflow.task(after=[first])
     def paying(ctx: Context) -> None:
-        with ctx.transaction():
+        with ctx.transaction() as tx:
             gate.wait()
+            tx.finish()
 
     def connections() -> list[str]:
         found = any_bench.all(
