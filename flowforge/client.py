@@ -387,24 +387,7 @@ def _json(value: object, what: str) -> str:
     try:
         return db.json_text(value)
     except NotStorable as error:
-        with suppress(RecursionError):  # of a value that holds itself
-            what = _place(value, what)
-        raise NotStorable(f"{what} is {error}") from None
-
-
-def _place(value: object, what: str) -> str:
-    """Where in `value`, called `what`, the first part is that cannot be stored even by itself."""
-    parts: Iterable[tuple[object, object]] = ()
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    for key, part in parts:
-        try:
-            db.json_text(part)
-        except NotStorable:
-            return _place(part, f"{what}[{key!r}]")
-    return what
+        raise NotStorable(f"{what}{'' if error.path else ' is '}{error}", error.path) from None
 
 
 def _interval(delay: object) -> timedelta:

@@ -15,7 +15,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from typing import Any
@@ -200,9 +200,24 @@ def _lock_timeout(seconds: float) -> bytes:
 
 
 def json_text(value: Any) -> str:
-    """`value` as JSON text that PostgreSQL can keep. Raises NotStorable saying why it can't be."""
+    """`value` as JSON text that PostgreSQL can keep; any Mapping is an object.
+
+    Raises NotStorable saying which part of it can't be, and why."""
     try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return _json_text(value)
+    except NotStorable as exc:
+        error = exc
+    with suppress(RecursionError):  # of a value that is nested deeply, or holds itself
+        if path := _place(value, ""):
+            error = NotStorable(f"{path} is {error}", path)
+    raise error from None
+
+
+def _json_text(value: Any) -> str:
+    try:
+        text = json.dumps(
+            value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_as_object
+        )
         text.encode()
     except UnicodeEncodeError:
         raise NotStorable("not storable: text with a lone surrogate") from None
@@ -214,6 +229,27 @@ def json_text(value: Any) -> str:
     if "\\u0000" in text and re.search(r"(?<!\\)(?:\\\\)*\\u0000", text):
         raise NotStorable("not storable: text with the character U+0000")
     return text
+
+
+def _as_object(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _place(value: object, path: str) -> str:
+    """Where in `value`, which is at `path`, the first part is that cannot be stored even by itself."""
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    for key, part in parts:
+        try:
+            _json_text(part)
+        except NotStorable:
+            return _place(part, f"{path}[{key!r:.100}]")
+    return path
 
 
 # -- what is left of a connection after a failure

@@ -115,7 +115,12 @@ class DatabaseUnavailable(DatabaseError):
 
 class NotStorable(FlowForgeError):
     """The value is not JSON (bytes, NaN, a lone surrogate, ...) or is JSON that PostgreSQL cannot keep
-    (U+0000, depth)."""
+    (U+0000, depth). `path` is where in the value that is, such as ['a'][1], or empty for the whole; the
+    message begins with it."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class WaitTimeout(FlowForgeError, TimeoutError):

@@ -1,9 +1,11 @@
 """Connections: what they are set to, which errors pass, and that no call and no wait hangs for ever."""
 
+import datetime
 import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import psycopg
 import pytest
@@ -237,6 +239,40 @@ def test_deep_nesting_is_refused_on_either_side(conn: database.Connection) -> No
     with pytest.raises(psycopg.Error) as caught:
         conn.execute("select (%s::text)::jsonb", ["[" * 100_000 + "]" * 100_000])
     assert isinstance(from_database(caught.value), NotStorable)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"a": [1, {"b": datetime.datetime.now(datetime.UTC)}]},
+            "['a'][1]['b'] is not storable: datetime is",
+        ),
+        (
+            MappingProxyType({"x": MappingProxyType({"y": {1}})}),
+            "['x']['y'] is not storable: set is not JSON",
+        ),
+        ([0, ("a\0b",)], "[1][0] is not storable: text with the character U+0000"),
+        ({"n": float("nan")}, "['n'] is not storable: Out of range"),
+        ({(1, 2): 1}, "not storable: keys must be"),
+    ],
+)
+def test_the_part_that_cannot_be_stored_is_named(value: object, message: str) -> None:
+    with pytest.raises(NotStorable) as caught:
+        database.json_text(value)
+    assert str(caught.value).startswith(message)
+
+
+def test_what_holds_itself_is_refused() -> None:
+    endless: list[object] = []
+    endless.append({"x": MappingProxyType({"y": endless})})
+    with pytest.raises(NotStorable, match="not storable"):
+        database.json_text(endless)
+
+
+def test_any_mapping_is_an_object() -> None:
+    states = MappingProxyType({"a": "succeeded", "b": MappingProxyType({})})
+    assert database.json_text({"states": states}) == '{"states":{"a":"succeeded","b":{}}}'
 
 
 def test_what_json_can_say_arrives_as_it_was(conn: database.Connection) -> None:
