@@ -14,12 +14,17 @@ from typing import Any, Protocol
 from flowforge import log
 from flowforge.errors import Cancelled
 from flowforge.worker.execution import Execution, Release, Report, StopReason, judge
+from flowforge.worker.failures import Failures
 from flowforge.worker.loops import HandlerLoop
 
 _log = log.of("worker")
 
 STOP_MOMENT = 2.0
 """Seconds that a handler past its time limit gets to stop before it is abandoned."""
+
+LOST_MOMENT = 10.0
+"""The same for one that has lost its lease. It is longer since an outage of the database strikes all handlers
+at once, and without slots a worker ends."""
 
 BLOCKED_AFTER = 5
 """Seconds that an event loop may not run before it is set aside."""
@@ -35,8 +40,9 @@ class Executor:
     """Runs handlers in a bounded number of slots.
 
     A slot is reserved before its task run is claimed, and free again when the handler has ended. A handler
-    that does not stop at its time limit takes its slot with it, until it ends after all: a thread can be told
-    to stop, and not be made to. `on_broken` is told when no slot is left, or when one of the threads dies.
+    that does not stop at its time limit, or when its lease is lost, takes its slot with it, until it ends
+    after all: a thread can be told to stop, and not be made to. `on_broken` is told when no slot is left, or
+    when one of the threads dies.
 
     An event loop that a handler blocks is set aside: what has not begun there begins on a fresh one. When
     something on it has to stop meanwhile, which takes a running loop, it is given up with all that has begun
@@ -56,6 +62,7 @@ class Executor:
             name: (function, inspect.iscoroutinefunction(function)) for name, function in functions.items()
         }
         self._slots, self._context, self._report, self._on_broken = slots, context, report, on_broken
+        self._failures = Failures()
         self._changed = threading.Condition()
         self._free = slots
         self._lost = 0
@@ -164,6 +171,7 @@ class Executor:
         for thread in (*self._threads, *loops.values(), self._watch):
             if thread is not None:
                 thread.join(0 if self._lost else 5)
+        self._failures.flush()
 
     # -- in the threads
 
@@ -235,7 +243,9 @@ class Executor:
         try:
             in_time = execution.end()
             if in_time:
-                self._report(execution, _report_of(execution, begun, returned, raised))
+                report = _report_of(execution, begun, returned, raised)
+                self._report(execution, report)
+                self._failures.tell(execution, report)
         except BaseException as exc:  # noqa: BLE001 -- a task run that is not reported must not go unnoticed
             _log.exception("a handler's end could not be reported", task_run=execution.claim.task_run_id)
             self._on_broken(f"a handler's end could not be reported: {exc!r}")
@@ -261,8 +271,11 @@ class Executor:
             if now >= beat_at:
                 beat_at = now + 1
                 self._look_at_loops()
+                self._failures.flush()
             for execution in running:
-                if execution.alarm is not None and execution.alarm <= now:
+                if execution.stop_reason is StopReason.LOST and not execution.overdue:
+                    self._expect_end(execution, LOST_MOMENT)
+                elif execution.alarm is not None and execution.alarm <= now:
                     self._out_of_time(execution)
             alarms = [execution.alarm for execution in running if execution.alarm is not None]
             self._looks_at = min([beat_at, *alarms])
@@ -274,17 +287,21 @@ class Executor:
             if execution.deadline > time.monotonic():
                 execution.alarm = execution.deadline  # it was prolonged
                 return
-            execution.overdue = True
             execution.stop(StopReason.TIME_LIMIT)
-            if (loop := self._loop_of(execution)) is not None:
-                loop.ask()
-            execution.alarm = time.monotonic() + STOP_MOMENT
+            self._expect_end(execution, STOP_MOMENT)
         else:
             execution.alarm = None
             loop = self._loop_of(execution)
-            if loop is not None and loop.silent >= STOP_MOMENT:
+            if loop is not None and loop.silent >= STOP_MOMENT and execution in loop.begun:
                 self._give_up(loop)
             self._abandon(execution)
+
+    def _expect_end(self, execution: Execution, seconds: float) -> None:
+        """It was told to stop, and has so many seconds for it."""
+        execution.overdue = True
+        if (loop := self._loop_of(execution)) is not None:
+            loop.ask()
+        execution.alarm = time.monotonic() + seconds
 
     def _abandon(self, execution: Execution) -> None:
         """Go on without the handler: unstarted when it has not begun, else with its slot lost."""
@@ -304,7 +321,9 @@ class Executor:
             self._running.discard(execution)
             self._lost += 1
             self._changed.notify_all()
-        self._report(execution, judge(execution, None, Cancelled()))
+        report = judge(execution, None, Cancelled())
+        self._report(execution, report)
+        self._failures.tell(execution, report)
         if self.exhausted:
             self._on_broken("every slot is lost to a handler that does not stop")
 

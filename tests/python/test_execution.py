@@ -21,6 +21,7 @@ from flowforge.errors import TimeLimitExceeded
 from flowforge.worker.claim import Claim
 from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason
 from flowforge.worker.executor import Executor
+from flowforge.worker.failures import Failures
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
 
@@ -335,6 +336,66 @@ def test_what_does_not_stop_is_abandoned_with_its_slot(slots: Callable[..., Slot
     assert len(bench.reports) == 3
 
 
+# -- what is told of failures
+
+
+def told_of_failures(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [
+        record.keys  # type: ignore[attr-defined]
+        for record in caplog.records
+        if record.levelname == "WARNING" and record.getMessage().startswith("attempt ")
+    ]
+
+
+def test_failures_are_told_and_successes_are_not(
+    slots: Callable[..., Slots], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line that names the attempt, without the traceback or what comes after the first line."""
+
+    def fail(_ctx: Any) -> None:
+        raise ValueError("in the first line\nin the second")
+
+    def late(ctx: Any) -> None:
+        Gate().wait(until=ctx.check)
+
+    bench = slots(1, fail=fail, late=late, good=lambda _: {"secret": 1})
+    bench.run("fail")
+    bench.run("late", 0.1)
+    bench.run("good")
+    wait_until(lambda: bench.free() == 1, "a free slot")
+    common = {"daemon": "worker", "run": 1, "task_run": 1, "task": "w.t", "attempt": 1, "token": 1}
+    assert told_of_failures(caplog) == [
+        {**common, "handler": "fail", "error": "ValueError: in the first line"},
+        {**common, "handler": "late", "error": "time limit of 0.1 s exceeded"},
+    ]
+    assert "secret" not in caplog.text
+
+
+def test_a_flood_of_failures_is_told_in_a_bounded_number_of_lines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("flowforge.worker.failures.time", SimpleNamespace(monotonic=lambda: now[0]))
+    failures, failed = Failures(), Finish("failed", error="x" * 10_000)
+
+    def counts() -> list[int]:
+        return [each.keys["count"] for each in caplog.records if "more" in each.getMessage()]  # type: ignore[attr-defined]
+
+    for _ in range(1000):
+        failures.tell(an_execution(), failed)
+    assert len(told_of_failures(caplog)) == 20
+    assert counts() == []
+    now[0] += 1
+    failures.tell(an_execution(), failed)
+    assert (len(told_of_failures(caplog)), counts()) == (21, [980])
+    for _ in range(30):
+        failures.tell(an_execution(), failed)
+    failures.flush()
+    failures.flush()
+    assert (len(told_of_failures(caplog)), counts()) == (40, [980, 11])
+    assert len(caplog.text) < 30_000
+
+
 # -- event loops that a handler blocks
 
 
@@ -442,6 +503,43 @@ def test_a_loop_that_is_blocked_without_a_time_limit_is_told_and_set_aside(
     assert bench.report(blocker) == Finish("succeeded")
     wait_until(lambda: (bench.executor.blocked, len(bench.executor._loops)) == ("", 1), "the loop's end")
     assert caplog.text.count("an event loop is blocked") == 1
+
+
+def test_a_time_limit_of_what_has_not_begun_leaves_the_blocked_loop_alone(
+    slots: Callable[..., Slots],
+) -> None:
+    blocking = Blocking()
+    bench = slots(2, blocking=blocking.handle, fine=_fine)
+    blocker = bench.start("blocking")
+    blocking.gate.await_arrivals()
+    assert bench.run("fine", 0.1) == Release("unstarted")
+    assert (blocker.ended, bench.executor.lost) == (False, 0)
+    blocking.gate.open()
+    assert bench.report(blocker) == Finish("succeeded")
+
+
+@pytest.mark.parametrize("kind", ["thread", "coroutine"])
+@pytest.mark.parametrize("time_limit", [None, 1000])
+def test_what_lost_its_lease_and_does_not_stop_is_abandoned_with_its_slot(
+    slots: Callable[..., Slots], kind: str, time_limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a time limit it would take the slot for ever, and nobody would know; the last one is told."""
+    monkeypatch.setattr("flowforge.worker.executor.LOST_MOMENT", 2.0)
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> None:
+        gate.wait()
+
+    bench = slots(1, thread=lambda _: gate.wait(), coroutine=coroutine)
+    execution = bench.start(kind, time_limit)
+    gate.await_arrivals()
+    assert execution.stop(StopReason.LOST)
+    assert bench.report(execution) is None
+    wait_until(lambda: bool(bench.broken), "the news that no slot is left")
+    assert bench.executor.exhausted
+    gate.open()
+    wait_until(lambda: bench.free() == 1, "the slot, back")
+    assert (bench.executor.lost, len(bench.reports)) == (0, 1)
 
 
 @pytest.mark.parametrize("reason", [StopReason.SHUTDOWN, StopReason.LOST])
