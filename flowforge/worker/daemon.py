@@ -23,7 +23,13 @@ from typing import Any
 from flowforge import db, log, runner
 from flowforge.config import Config
 from flowforge.definition import Workflow
-from flowforge.errors import BrokerMisconfigured, ConfigError, DatabaseUnavailable, FlowForgeError
+from flowforge.errors import (
+    BrokerForbidden,
+    BrokerMisconfigured,
+    ConfigError,
+    DatabaseUnavailable,
+    FlowForgeError,
+)
 from flowforge.worker.claiming import Claimer, Parts, QueueClaimer
 from flowforge.worker.context import Context
 from flowforge.worker.execution import StopReason
@@ -68,11 +74,11 @@ def run(
     `handlers` are functions of one Context, sync or async, by handler name. Without `stop` the signals of the
     process ask for it (main thread only), and the process ends in here should a handler's thread be left
     behind; with it this may be any thread. Asked once: nothing new is taken, handlers get `config.grace`
-    seconds, what then still runs is given back. Asked twice: that happens at once.
+    seconds, what then still runs is given back. Asked twice: that happens at once, and the exit code says so.
     """
     if stop is None:
         with runner.signals(runner.Stop()) as own:
-            worker = Worker(handlers, config, own, health)
+            worker = Worker(handlers, config, own, health, alone=True)
             code = worker.run()
         if worker.left_behind:
             # Threads of handlers that did not stop would hold up the interpreter's own end; everything is
@@ -94,11 +100,14 @@ class Worker:
         config: Config,
         stop: runner.Stop,
         health: runner.Health | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
+        """`alone`: nothing else runs in the process, so it is for the worker to say what a stop waits for."""
         # The random part tells this process from an earlier one of the same host and pid.
         self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
         self.counts: Counter[str] = Counter()
-        self._config, self._stop = config, stop
+        self._config, self._stop, self._alone = config, stop, alone
         self.health = health or runner.Health("worker", config.health_file)
         self._broken: str | None = None
         renew, finish = Session(config, "renew"), Session(config, "finish")
@@ -126,12 +135,18 @@ class Worker:
         """Whether a thread is left that runs a handler which did not stop."""
         return self._executor.lost > 0
 
+    @property
+    def running(self) -> list[tuple[str, int]]:
+        """The handlers that run at present: `workflow.task` and the run of each, in order. For any thread."""
+        claims = (execution.claim for execution in self._executor.running)
+        return sorted((f"{claim.workflow}.{claim.task}", claim.run_id) for claim in claims)
+
     def run(self) -> int:
         """Work until asked to stop, or until nothing can be done any more; the exit code."""
         try:
             self._check()
             if self._stop.requested:
-                return runner.EXIT_OK
+                return self._stopped
             self._start()
         except FlowForgeError as exc:
             _log.error(str(exc))
@@ -140,12 +155,16 @@ class Worker:
                 self._messages.channel.close()
             return runner.exit_code(exc)
         self._watch()
-        answered = self._shut_down()
+        self._shut_down()
         _log.info("stopped", **self._totals())
         if self._broken is not None:
             self.health.report("failed", self._broken)
             return runner.EXIT_NO_SLOTS if self._executor.exhausted else runner.EXIT_ERROR
-        return runner.EXIT_FORCED if self._stop.immediate and not answered else runner.EXIT_OK
+        return self._stopped
+
+    @property
+    def _stopped(self) -> int:
+        return runner.EXIT_FORCED if self._stop.immediate else runner.EXIT_OK
 
     def _break_down(self, reason: str) -> None:
         if self._broken is None and not self._stop.requested:
@@ -176,11 +195,13 @@ class Worker:
             channel = self._messages.channel
             channel.start()
             while not self._stop.requested and not channel.wait_ready(1.0):
-                if isinstance(channel.error, BrokerMisconfigured):
-                    raise channel.error
-                if channel.error is not None:
-                    # It comes back by itself; a worker that waits for it may as well be up.
-                    self.health.report("no broker", str(channel.error))
+                error = channel.error
+                if isinstance(error, BrokerMisconfigured) and not isinstance(error, BrokerForbidden):
+                    raise error
+                if error is not None:
+                    # It comes back by itself, and a permission may be granted at any time; a worker that
+                    # waits for that may as well be up.
+                    self.health.report("no broker", str(error))
                     break
         self._finisher.start()
         self._keeper.start()
@@ -203,14 +224,18 @@ class Worker:
                 said, counted = time.monotonic(), self._totals()
                 _log.info("so far", **counted)
 
-    def _shut_down(self) -> bool:
-        """Take nothing new, let handlers finish, give back the rest just before the grace time is over.
-        Whether everything that ended could be reported."""
+    def _shut_down(self) -> None:
+        """Take nothing new, let handlers finish, give back the rest just before the grace time is over."""
         self.health.report("stopping")
         grace = 0.0 if self._broken is not None else self._config.grace
         deadline = time.monotonic() + grace
         giving_back = deadline - min(2.0, grace / 4)
         self._claimer.stop()
+        if self._alone and grace > 0 and (running := self.running) and not self._stop_now():
+            _log.info(
+                "waiting for handlers that still run; a second Ctrl-C or SIGTERM stops at once",
+                count=len(running), at_most=f"{grace:g} s",
+            )  # fmt: skip
         while not self._stop_now() and time.monotonic() < giving_back:
             if self._claimer.ended and self._executor.wait_idle(0.05):
                 break
@@ -235,7 +260,6 @@ class Worker:
         if self._messages is not None:
             self._messages.channel.close(2.0)
         self._executor.close()
-        return answered
 
     def _stop_now(self) -> bool:
         return self._broken is None and self._stop.immediate

@@ -108,6 +108,12 @@ class Executor:
             self._changed.notify_all()
 
     @property
+    def running(self) -> list[Execution]:
+        """What runs or is about to, but for what was abandoned."""
+        with self._changed:
+            return list(self._running)
+
+    @property
     def exhausted(self) -> bool:
         """Whether every slot is lost to a handler that does not stop."""
         return self._lost == self._slots
@@ -146,15 +152,11 @@ class Executor:
 
     def stop_all(self, reason: StopReason) -> int:
         """Tell every handler to stop; returns how many were told."""
-        with self._changed:
-            running = list(self._running)
-        return sum(execution.stop(reason) for execution in running)
+        return sum(execution.stop(reason) for execution in self.running)
 
     def abandon_all(self) -> None:
         """Make the report of every handler that still runs, without waiting for it."""
-        with self._changed:
-            running = list(self._running)
-        for execution in running:
+        for execution in self.running:
             self._abandon(execution)
 
     def close(self) -> None:
@@ -265,9 +267,7 @@ class Executor:
             self._look.clear()
             # What is started from here on has to wake this thread.
             self._looks_at = float("inf")
-            with self._changed:
-                running = list(self._running)
-            now = time.monotonic()
+            running, now = self.running, time.monotonic()
             if now >= beat_at:
                 beat_at = now + 1
                 self._look_at_loops()

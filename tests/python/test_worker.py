@@ -14,9 +14,11 @@ from flowforge.errors import ConfigError, PermanentError
 from flowforge.worker.context import Context
 from flowforge.worker.daemon import Worker, handlers_of
 from flowforge.worker.session import Session
+from tests.python.channels import User
 from tests.python.proxy import Proxy
 from tests.python.workbench import Bench, Gate, LossyProxy, RunningWorker, Witness
 from tests.services.process import wait_until
+from tests.services.rabbitmq import RabbitServer
 
 # -- both deliveries
 
@@ -402,6 +404,62 @@ def test_health_tells_of_every_connection(bench: Bench, proxy: LossyProxy, call:
         wait_until(lambda: health.state == "ok", "recovery")
         witness.gate.open()
         assert bench.wait_run(run) == ["succeeded"]
+
+
+def test_an_async_handler_that_blocks_its_loop_wedges_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a time limit: the others run, and health says it until it ends."""
+    monkeypatch.setattr("flowforge.worker.executor.BLOCKED_AFTER", 2)
+    gate = Gate()
+    workflow, other = Workflow("blocking"), Workflow("other")
+
+    @workflow.task
+    async def block(ctx: Context) -> None:
+        gate.wait()
+
+    @other.task
+    async def coroutine(ctx: Context) -> str:
+        return "async"
+
+    @other.task(after=[coroutine])
+    def thread(ctx: Context) -> str:
+        return "sync"
+
+    for each in (workflow, other):
+        bench.define(each)
+    blocked = bench.trigger(workflow)
+    with bench.worker(workflow, other, concurrency=2) as worker:
+        gate.await_arrivals()
+        assert worker.worker.running == [("blocking.block", blocked)]
+        assert set(bench.wait_run(*bench.trigger_many(other, 5))) == {"succeeded"}
+        wait_until(lambda: worker.worker.health.state == "error", "the news")
+        assert set(bench.wait_run(*bench.trigger_many(other, 5))) == {"succeeded"}
+        gate.open()
+        assert bench.wait_run(blocked) == ["succeeded"]
+        wait_until(lambda: worker.worker.health.state == "ok", "recovery")
+        assert worker.worker.running == []
+
+
+def test_a_broker_that_forbids_consuming_is_waited_for(
+    rabbit_bench: Bench, rabbit_server: RabbitServer
+) -> None:
+    """The permission may be granted at any time."""
+    user = User(rabbit_server)
+    witness = Witness()
+    rabbit_bench.define(witness.workflow)
+    first = rabbit_bench.trigger(witness.workflow)
+    rabbit_bench.wait_state(first, "task", "ready")
+    user.may_read("^$")
+    try:
+        with rabbit_bench.worker(witness.workflow, amqp_urls=(user.url,)) as worker:
+            wait_until(lambda: "ACCESS_REFUSED" in str(worker.worker._messages.channel.error), "a refusal")  # type: ignore[union-attr]
+            wait_until(lambda: worker.worker.health.state == "no broker", "the news")
+            user.may_read(".*")
+            assert rabbit_bench.wait_run(first) == ["succeeded"]
+            wait_until(lambda: worker.worker.health.state == "ok", "recovery")
+    finally:
+        user.delete()
 
 
 def test_connections_are_three_and_one_more_for_each_open_transaction(any_bench: Bench) -> None:

@@ -151,7 +151,10 @@ def test_sigterm_lets_a_handler_finish_and_takes_nothing_new(
     process = start(bench, grace=3600, concurrency=2)
     wait_until(lambda: traced(bench, "begun") == 1, "the handler")
     process.signal(signal.SIGTERM)
-    wait_until(lambda: bench.all("select 1 from flowforge.health limit 1") is not None, "the view")
+    told = "waiting for handlers that still run; a second Ctrl-C or SIGTERM stops at once"
+    process.wait_event(told)
+    [line] = [line for line in process.log if line["event"] == told]
+    assert (line["count"], line["at_most"]) == (1, "3600 s")
     second = bench.trigger(workflow)
     bench.wait_state(second, "patient", "ready")
     go(bench)
@@ -166,8 +169,8 @@ def test_sigterm_lets_a_handler_finish_and_takes_nothing_new(
 def test_what_does_not_finish_in_time_is_given_back_uncounted(
     any_bench: Bench, start: Callable[..., Process], task: str, how: str
 ) -> None:
-    """Ready at once, the same attempt under the same dispatch id, and exit code 0, whether or not the handler
-    listens."""
+    """Ready at once, and the same attempt under the same dispatch id, whether or not the handler listens. The
+    exit code tells a stop from a forced one."""
     bench = any_bench
     trace_table(bench)
     workflow = define_only(bench, task)
@@ -180,7 +183,7 @@ def test_what_does_not_finish_in_time_is_given_back_uncounted(
         # Again and again, since two signals are merged into one while the first is not handled yet.
         told = "handlers did not finish in the grace time; giving their task runs back"
         wait_until(lambda: told in process.events() or process.signal(signal.SIGTERM), told)
-    assert process.wait() == 0
+    assert process.wait() == (runner.EXIT_FORCED if how == "second signal" else 0)
     after = bench.task(run, task)
     assert after["state"] == "ready"
     assert (after["attempt"], after["reaps"]) == (1, 0)
