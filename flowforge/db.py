@@ -297,7 +297,7 @@ def sever(fileno: int) -> None:
 
 
 class Cutoff:
-    """Cuts one connection, from any thread, whatever has become of it: neither call raises.
+    """Cuts one connection, from any thread or signal handler, whatever has become of it: neither call raises.
 
     The connection object cannot be asked for its socket at that moment: it belongs to another thread, raises
     once it has noticed a loss, and the descriptor that it names may be somebody else's by then. So this holds
@@ -307,7 +307,8 @@ class Cutoff:
     def __init__(self, conn: Connection) -> None:
         """Raises psycopg.Error when `conn` is lost, OSError when there is no descriptor left."""
         self._socket = socket.socket(fileno=os.dup(conn.fileno()))
-        self._lock = threading.Lock()  # a closed descriptor may be another's at once
+        # A closed descriptor may be another's at once. A signal handler may strike inside either call.
+        self._lock = threading.RLock()
 
     def cut(self) -> None:
         """Whoever waits on the connection gets an error at once, and nothing of it commits any more."""

@@ -9,13 +9,14 @@ import datetime
 import json
 import logging
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 _ROOT = "flowforge"
 
 
 class Log:
-    """A logger of one daemon. Every method takes the event in words and its keys."""
+    """A logger of one daemon. Every method takes the event in words and its keys, and none raises."""
 
     def __init__(self, daemon: str) -> None:
         self._daemon = daemon
@@ -38,10 +39,12 @@ class Log:
         self._write(logging.ERROR, event, keys, exc_info=True)
 
     def _write(self, level: int, event: str, keys: dict[str, Any], exc_info: bool = False) -> None:
-        if self._logger.isEnabledFor(level):
-            self._logger.log(
-                level, "%s", event, extra={"keys": {"daemon": self._daemon, **keys}}, exc_info=exc_info
-            )
+        # A closed standard error, or a program's own handler that raises, must not end a thread of a daemon.
+        with suppress(Exception):
+            if self._logger.isEnabledFor(level):
+                self._logger.log(
+                    level, "%s", event, extra={"keys": {"daemon": self._daemon, **keys}}, exc_info=exc_info
+                )
 
 
 def of(daemon: str) -> Log:

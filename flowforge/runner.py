@@ -37,6 +37,7 @@ from flowforge.errors import (
 )
 from flowforge.listen import Listener, Waker
 from flowforge.migrate import check_schema
+from flowforge.stopping import SIGNALS, Remembered
 
 EXIT_OK = 0
 EXIT_ERROR = 1  # something unforeseen
@@ -104,12 +105,16 @@ class Stop:
 
 @contextmanager
 def signals(stop: Stop) -> Generator[Stop]:
-    """Within the block SIGTERM and SIGINT ask `stop`. Main thread only."""
+    """Within the block SIGTERM and SIGINT ask `stop`, for those too that `stopping` remembers. Main thread
+    only."""
 
     def ask(_number: int, _frame: FrameType | None) -> None:
         stop.request()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, ask) for number in SIGNALS}
+    for handler in before.values():
+        if isinstance(handler, Remembered):
+            handler.take(stop.request)
     try:
         yield stop
     finally:
@@ -348,22 +353,29 @@ class _Loop:
         self.waker = Waker()
         self.backoff = db.Backoff()
         self.conn: db.Connection | None = None
+        self.cutoff: db.Cutoff | None = None
         self.listener: Listener | None = None
         self.started = False
         stop.on_request(self._asked)
 
     def _asked(self) -> None:
         self.waker.set()
-        if self.stop.immediate and (conn := self.conn) is not None:
-            with suppress(psycopg.Error, OSError):
-                db.sever(conn.fileno())
+        if self.stop.immediate and (cutoff := self.cutoff) is not None:
+            cutoff.cut()
 
     def close(self) -> None:
         self.daemon.close()
         if self.listener is not None:
             self.listener.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self.cutoff is not None:
+            self.cutoff.close()
+            self.cutoff = None
         if self.conn is not None:
             self.conn.close()
+            self.conn = None
 
     def run(self) -> None:
         while not self.stop.requested:
@@ -399,6 +411,7 @@ class _Loop:
         """The working connection, made and checked when there is none."""
         if self.conn is None:
             self.conn = connect(self.config, self.daemon.name)
+            self.cutoff = db.Cutoff(self.conn)
             with db.guard(self.conn, self.daemon.tick_limit):
                 check_start(self.conn, self.daemon.functions, self.daemon.role)
                 self.daemon.on_connect()
@@ -423,9 +436,7 @@ class _Loop:
 
     def _lost(self, exc: FlowForgeError, *, passing: bool) -> None:
         """Give the connection up and wait a little before the next one."""
-        if self.conn is not None:
-            self.conn.close()
-            self.conn = None
+        self._disconnect()
         state = "no database" if passing else "error"
         if self.health.report(state, str(exc)):
             (self.log.warning if passing else self.log.error)(f"{state}; trying again", error=str(exc))

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from flowforge import __version__
+from flowforge import __version__, stopping
 from flowforge.cli.exits import EXIT_INTERRUPTED, EXITS, exit_code
 from flowforge.errors import FlowForgeError
 
@@ -31,6 +31,8 @@ _COMMANDS = {
     "publisher": "daemons",
     "worker": "daemons",
 }
+
+_UNTIL_STOPPED = {"up", "scheduler", "publisher", "worker"}
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXITS.items())
 
@@ -93,6 +95,10 @@ def main() -> None:
         # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    # Ctrl-C, also where a script started this in the background and so had SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not _UNTIL_STOPPED.isdisjoint(sys.argv[1:2]):
+        # Before anything that takes a while: what is asked to stop so early ends as it would later.
+        stopping.remember()
+    else:
+        # Ctrl-C, also where a script started this in the background and so had SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     cli(prog_name="flowforge")

@@ -19,6 +19,7 @@ BANNED = {"celery", "kombu", "billiard", "vine"}
 LAYERS = {
     "errors": 0,
     "log": 0,
+    "stopping": 0,
     "config": 1,
     "db": 2,
     "definition": 2,

@@ -402,6 +402,26 @@ def test_a_second_request_ends_a_tick_that_would_not_end(config: Config) -> None
     assert running.code == runner.EXIT_FORCED
 
 
+def test_a_second_request_cuts_its_own_connection_whatever_its_descriptor_is_now(
+    config: Config, db: Database
+) -> None:
+    """The number of a closed one is the next connection's."""
+    with db.connect() as other:
+
+        def hang(conn: database.Connection) -> int:
+            conn.fileno = other.fileno  # type: ignore[method-assign]
+            probe.ticks += 1
+            conn.execute("select pg_sleep(300)")
+            return 0
+
+        probe = Probe(hang)
+        with Running(probe, config) as running:
+            wait_until(lambda: probe.ticks == 2, "the tick")
+            running.stop.request()
+        assert running.code == runner.EXIT_FORCED
+        assert other.execute("select 1").fetchone() == (1,)
+
+
 def test_stop_tells_late_comers_at_once() -> None:
     stop, called = Stop(), threading.Semaphore(0)
     assert not stop.wait(0)
@@ -492,6 +512,22 @@ def test_importing_the_runner_loads_neither_pika_nor_yoyo() -> None:
 
 
 # -- logs
+
+
+def test_no_line_raises_once_the_stream_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the thread that has something to tell."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    log.configure("text", "info")
+    try:
+        stream.close()
+        log.of("probe").info("to nobody")
+        try:
+            raise ValueError("why")
+        except ValueError:
+            log.of("probe").exception("to nobody")
+    finally:
+        log.reset()
 
 
 def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:

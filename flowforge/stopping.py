@@ -1,0 +1,52 @@
+"""Signals that ask a program to stop while there is nothing to stop yet, or nothing any more.
+
+Apart from the runner, whose imports alone take longer than some patience. `runner.signals` takes over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_EXIT_FORCED = 130
+
+
+class Remembered:
+    """A signal handler that counts requests until someone takes them over. A second one that nobody has taken
+    over, or that comes when all is done, ends the program at once."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._taken = False
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            if self._taken:
+                os._exit(_EXIT_FORCED)
+            raise KeyboardInterrupt
+
+    def take(self, request: Callable[[], None]) -> None:
+        """Call `request` for each so far, and begin anew."""
+        count, self._count, self._taken = self._count, 0, True
+        for _ in range(count):
+            request()
+
+
+def remember() -> None:
+    """From now on SIGTERM and SIGINT wait for `runner.signals`, and leave the exit code alone after it. For
+    programs, in their main thread."""
+    handler = Remembered()
+    for number in SIGNALS:
+        signal.signal(number, handler)
+    # Later the interpreter would set what is deadly by default, while it still tears its modules down.
+    atexit.register(_ignore)
+
+
+def _ignore() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,64 @@
+"""A program that is asked to stop while it starts or ends does so in order."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowforge.stopping import Remembered
+from tests.python.daemons import CHECKOUT, TIMEOUT
+from tests.services.database import Database
+
+MODULE = """
+import atexit, os, signal
+from flowforge import Workflow
+
+class Late:
+    # While the interpreter tears its modules down.
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+
+late = Late()
+workflow = Workflow("w")
+workflow.task(name="task")(lambda ctx: None)
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_signal_before_the_daemon_runs_or_after_it_is_no_sudden_end(db: Database, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(MODULE)
+    worker = subprocess.run(
+        [sys.executable, "-m", "flowforge", "worker", "own"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert worker.returncode == 0, worker.stderr
+    assert "started" not in worker.stderr
+
+
+def test_requests_are_taken_over_each_once() -> None:
+    asked: list[str] = []
+
+    def request(name: str) -> Callable[[], None]:
+        return lambda: asked.append(name)
+
+    handler = Remembered()
+    handler(15, None)
+    handler.take(request("first"))
+    handler.take(request("second"))
+    assert asked == ["first"]
+
+
+def test_a_second_request_that_nobody_takes_over_ends_the_start() -> None:
+    handler = Remembered()
+    handler(15, None)
+    with pytest.raises(KeyboardInterrupt):
+        handler(15, None)
