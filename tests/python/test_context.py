@@ -207,6 +207,34 @@ def test_loss_of_the_connection_before_the_commit_uses_up_no_attempt(bench: Benc
     assert worker.counts["released_crashed"] == 1
 
 
+@pytest.mark.parametrize("statement", ["flowforge.assert_lease", "insert into public.effect"])
+def test_loss_of_the_connection_without_a_word_of_the_server_is_the_same(
+    bench: Bench, proxy: LossyProxy, statement: str
+) -> None:
+    """As after a crash of the server's host, also in the transaction's first statements."""
+    workflow = Workflow("w")
+    tokens: list[int] = []
+
+    @workflow.task(retry=Retry(max_attempts=1))
+    async def pay(ctx: Context) -> None:
+        def block() -> None:
+            tokens.append(ctx.fencing_token)
+            with ctx.transaction() as tx:
+                write(tx, ctx, f"paid under token {ctx.fencing_token}")
+                tx.finish()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(block))
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    proxy.lose(statement, sent=False)
+    with bench.worker(workflow, database_url=proxy.dsn):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert tokens == [1, 2]
+    assert effects(bench) == ["paid under token 2"]
+
+
 def test_a_transaction_that_always_loses_its_connection_ends_at_max_reaps(bench: Bench) -> None:
     workflow = Workflow("w")
     executions: list[int] = []
