@@ -10,6 +10,7 @@ reporting (finish), leases, progress and presence (renew). The thread that calls
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -84,8 +85,9 @@ def run(
             # Threads of handlers that did not stop would hold up the interpreter's own end; everything is
             # settled.
             logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(ValueError, OSError):  # a handler may have closed it
+                    stream.flush()
             os._exit(code)
         return code
     return Worker(handlers, config, stop, health).run()
@@ -214,7 +216,9 @@ class Worker:
         """Until asked to stop: say how it is, and what was done."""
         said, counted = time.monotonic(), self._totals()
         while not self._stop.wait(1.0):
-            if silent := [each.purpose for each in self._sessions if not each.healthy]:
+            if refused := [each.purpose for each in self._sessions if each.refused]:
+                self.health.report("error", f"the database refuses to {', '.join(refused)}; see the log")
+            elif silent := [each.purpose for each in self._sessions if not each.healthy]:
                 self.health.report("no database", f"no answer on: {', '.join(silent)}")
             elif self._messages is not None and self._messages.channel.state != "connected":
                 self.health.report("no broker", str(self._messages.channel.error or ""))

@@ -217,7 +217,7 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         try:
             return Finish("succeeded", output=None if returned is None else json_text(returned))
         except NotStorable as exc:
-            return Finish("failed", error=f"result {exc}", retryable=False)
+            return Finish("failed", error=_unstorable(exc), retryable=False)
         except BaseException as exc:  # noqa: BLE001 -- whatever the value's own methods raise
             return Finish("failed", error=f"result not storable: {describe(exc)}", retryable=False)
     if stop is StopReason.SHUTDOWN:
@@ -228,7 +228,7 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         # It is certain that nothing happened, and not the handler's doing.
         return Release("crashed")
     if isinstance(raised, NotStorable):
-        return Finish("failed", error=f"result {storable(str(raised))}", retryable=False)
+        return Finish("failed", error=_unstorable(raised), retryable=False)
     return Finish("failed", error=describe(raised), retryable=not isinstance(raised, PermanentError))
 
 
@@ -242,6 +242,11 @@ def causes(exc: BaseException) -> Generator[BaseException]:
             yield each
             parts = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
             left += [more for more in (*parts, each.__cause__, each.__context__) if more is not None]
+
+
+def _unstorable(error: NotStorable) -> str:
+    """What is told of a result that cannot be stored, naming the part that cannot, where that is known."""
+    return storable(f"result{'' if error.path else ' '}{error}")
 
 
 def describe(exc: BaseException, *, trace: bool = True) -> str:
