@@ -1,5 +1,6 @@
 """The development script and the script for CI tell success from failure, and say what they left out."""
 
+import re
 import subprocess
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -128,3 +129,26 @@ def test_ci_runs_the_tests_and_the_demonstration(tmp_path: Path, test: int, demo
     done = subprocess.run(["bash", tmp_path / ".ci/run"], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["test", "demo"]
     assert done.returncode == code
+
+
+def test_what_asks_for_no_postgresql_runs_once_and_the_rest_on_each_version(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, list[str]] = {}
+
+    def start(version: str, arguments: list[str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
+        started[version] = arguments
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(dev, "pytest_on", start)
+    dev.run_tests(["18", "15"], [])
+    left_out = {version: {each.removeprefix("--ignore=") for each in started[version]} for version in started}
+    assert left_out["18"]
+    assert left_out["15"]
+    assert not left_out["18"] & left_out["15"]
+    for path in left_out["18"] | left_out["15"]:
+        text = (CHECKOUT / path).read_text()
+        assert not re.search(r"\b(Database|PostgresServer|Bench|Cluster)\b", text), path
+    for versions, arguments in ((["15"], []), (["18", "15"], ["-k", "claim"])):
+        dev.run_tests(versions, arguments)
+        assert started["15"] == arguments
