@@ -67,10 +67,11 @@ class Broker:
     def delete_namespace(self, namespace: str) -> None:
         """Delete the queues whose names begin so; somebody else's broker cannot be asked and keeps them."""
 
-    def purge(self, queue: str) -> None:
-        """Throw away the messages of a queue that nobody has been given yet."""
+    def purge(self, queue: str) -> int:
+        """Throw away the messages of a queue that nobody has been given yet; how many they were."""
         with self.channel() as channel:
-            channel.queue_purge(queue)
+            purged: int = channel.queue_purge(queue).method.message_count
+            return purged
 
     def counts(self, queue: str) -> tuple[int, int] | None:
         """Messages waiting in a queue (not those given out) and its consumers; None: no such queue."""

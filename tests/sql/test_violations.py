@@ -110,6 +110,21 @@ def test_anything_active_in_an_ended_run_is_seen(engine: Engine, state: str, sta
     assert break_it(engine, damage) == ["G2 ended run"]
 
 
+def test_an_order_that_cannot_be_published_is_seen_until_it_is_failed(engine: Engine) -> None:
+    """Parked orders are kept for the scheduler, which fails their task runs; a scheduler that does not is told of."""
+    run_id = engine.start(task("a"))
+    (order,) = engine.messages()
+    engine.call("mark_unpublishable", order.outbox_id, "too large")
+    assert engine.rows("select * from flowforge.violations()") == []
+    engine.advance("1 hour")
+    assert [(row.rule, row.run_id) for row in engine.rows("select * from flowforge.violations()")] == [
+        ("G4 delivery", run_id)
+    ]
+    engine.call("fail_undeliverable")
+    engine.schedule()
+    assert engine.rows("select * from flowforge.violations()") == []
+
+
 def test_a_violation_names_its_run_and_task_run(engine: Engine) -> None:
     run_id = busy(engine)
     break_it(engine, f"{TASK_RUN} unmet = 1 {NAMED} 'waits'")
