@@ -54,6 +54,14 @@ class Config:
         "amqp:// or amqps:// URLs, comma separated (a comma inside of a password is written %2C)",
         secret=True,
     )
+    amqp_password_file: str = _text(
+        "", "file with the password for RabbitMQ, in place of one in the URLs; empty: none"
+    )
+    amqp_ca_file: str = _text(
+        "", "file with the certificates of authorities that amqps:// trusts; empty: the system's"
+    )
+    amqp_cert_file: str = _text("", "file with the certificate shown to RabbitMQ; empty: none")
+    amqp_key_file: str = _text("", "file with that certificate's key; empty: the same file")
     namespace: str = _text(
         "",
         "prefix of exchanges and queues, so that several databases can share a broker",

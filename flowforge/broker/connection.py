@@ -15,6 +15,7 @@ import pika.exceptions
 from pika.adapters.select_connection import IOLoop
 
 from flowforge import log
+from flowforge.broker.parameters import Addresses
 from flowforge.config import Config, without_password
 from flowforge.db import Backoff
 from flowforge.errors import BrokerBlocked, BrokerError, BrokerMisconfigured, BrokerUnavailable
@@ -61,12 +62,12 @@ class Client(threading.Thread, abc.ABC):
         self.generation = 0
         self._config, self._daemon = config, name
         self._names = Names(config.namespace)
+        self._addresses = Addresses(config, f"flowforge {name}")
         self._log = log.of(name)
         self._loop = IOLoop()
         self._connection: pika.SelectConnection | None = None
         self._waiting: dict[Any, Resume] = {}
         self._backoff = Backoff(cap=5.0)
-        self._turn = 0
         self._changed = threading.Condition()
         self._was_connected = False
         self._unblocked_state: State = "connecting"  # what it is when not blocked, on this connection
@@ -133,23 +134,10 @@ class Client(threading.Thread, abc.ABC):
     def _connect(self) -> None:
         if self._connection is not None and not self._connection.is_closed:
             return None
-        url = self._config.amqp_urls[self._turn % len(self._config.amqp_urls)]
-        self._turn += 1
         try:
-            parameters = pika.URLParameters(url)
-        except (ValueError, TypeError) as exc:
-            return self._failed(
-                # Nothing of it is shown: where its password is cannot be told.
-                BrokerMisconfigured(
-                    f"URL {self._config.amqp_urls.index(url) + 1} of FLOWFORGE_AMQP_URL cannot be read "
-                    f"({type(exc).__name__}); in a password / ? # @ : and , are written %2F %3F %23 %40 %3A "
-                    "and %2C"
-                )
-            )
-        parameters.heartbeat = self._config.amqp_heartbeat
-        parameters.connection_attempts = 1
-        parameters.socket_timeout = parameters.stack_timeout = 10
-        parameters.client_properties = {"connection_name": f"flowforge {self._daemon}"}
+            url, parameters = self._addresses.next()
+        except BrokerMisconfigured as error:
+            return self._failed(error)
         self._unblocked_state = "connecting"
         self._connection = pika.SelectConnection(
             parameters,

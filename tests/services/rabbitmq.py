@@ -86,9 +86,12 @@ class Broker:
 
 
 class RabbitServer(Broker):
-    """One broker with its own node, ports, home and data in a temporary directory; a context manager."""
+    """One broker with its own node, ports, home and data in a temporary directory; a context manager.
 
-    def __init__(self) -> None:
+    `configuration` is added to its rabbitmq.conf.
+    """
+
+    def __init__(self, configuration: str = "") -> None:
         root = debian.unpacked("rabbitmq")
         (self._programs,) = root.glob("usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin")
         self._epmd_program = root / "usr/lib/erlang/bin/epmd"
@@ -98,7 +101,9 @@ class RabbitServer(Broker):
         self._scratch = Scratch("mq")
         self.directory = self._scratch.path
         (self.directory / "plugins").write_text("[].\n")
-        (self.directory / "rabbitmq.conf").write_text(CONFIGURATION.format(port=self.port, password=password))
+        (self.directory / "rabbitmq.conf").write_text(
+            CONFIGURATION.format(port=self.port, password=password) + configuration
+        )
         self._output = self.directory / "output"
         self._env = {
             k: v for k, v in os.environ.items() if not k.startswith(("RABBITMQ_", "ERL_", "NOTIFY_"))

@@ -111,7 +111,7 @@ def test_anything_active_in_an_ended_run_is_seen(engine: Engine, state: str, sta
 
 
 def test_an_order_that_cannot_be_published_is_seen_until_it_is_failed(engine: Engine) -> None:
-    """Parked orders are kept for the scheduler, which fails their task runs; a scheduler that does not is told of."""
+    """Parked orders are for the scheduler, which fails their task runs; one that does not is told of."""
     run_id = engine.start(task("a"))
     (order,) = engine.messages()
     engine.call("mark_unpublishable", order.outbox_id, "too large")

@@ -1,0 +1,242 @@
+"""TLS to both servers, with certificates of an authority of the test's own, and passwords from files."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import trustme
+from psycopg.conninfo import make_conninfo
+
+from flowforge.broker import PublishChannel
+from flowforge.config import Config
+from flowforge.db import connect
+from flowforge.errors import BrokerMisconfigured, BrokerUnavailable
+from tests.python.channels import TIMEOUT, ensure, kinds, message, opening
+from tests.services.postgres import PostgresServer, binaries
+from tests.services.process import free_port, wait_until
+from tests.services.rabbitmq import RabbitServer
+
+
+@dataclass
+class Certificates:
+    """Files: the authority's certificate, another's, and those of a server (localhost) and a client."""
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(str(self.authority))
+        trustme.CA().cert_pem.write_to_path(str(self.stranger))
+        server, client = authority.issue_cert("localhost"), authority.issue_cert("worker@example.org")
+        server.private_key_pem.write_to_path(str(self.directory / "server.key"))
+        server.cert_chain_pems[0].write_to_path(str(self.directory / "server.pem"))
+        client.private_key_and_cert_chain_pem.write_to_path(str(self.client))
+
+    @property
+    def authority(self) -> Path:
+        return self.directory / "authority.pem"
+
+    @property
+    def stranger(self) -> Path:
+        return self.directory / "stranger.pem"
+
+    @property
+    def client(self) -> Path:
+        """Certificate and key in one file."""
+        return self.directory / "client.pem"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def broker(certificates: Certificates) -> Iterator[tuple[RabbitServer, int]]:
+    """A broker that also listens for TLS, where it demands a certificate; and that port."""
+    port = free_port()
+    configuration = f"""\
+listeners.ssl.1 = 127.0.0.1:{port}
+ssl_options.cacertfile = {certificates.authority}
+ssl_options.certfile = {certificates.directory / "server.pem"}
+ssl_options.keyfile = {certificates.directory / "server.key"}
+ssl_options.verify = verify_peer
+ssl_options.fail_if_no_peer_cert = true
+"""
+    with RabbitServer(configuration) as server:
+        yield server, port
+
+
+@pytest.fixture
+def config(broker: tuple[RabbitServer, int], certificates: Certificates, tmp_path: Path) -> Config:
+    """All that is needed, the password in a file of its own."""
+    server, port = broker
+    password = tmp_path / "password"
+    password.write_text(server.url.partition("flowforge:")[2].partition("@")[0] + "\n")
+    return Config(
+        amqp_urls=(f"amqps://flowforge@localhost:{port}/%2F",),
+        amqp_password_file=str(password),
+        amqp_ca_file=str(certificates.authority),
+        amqp_cert_file=str(certificates.client),
+        blocked_timeout=1.0,
+    )
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Any], Any]]:
+    with opening() as start:
+        yield start
+
+
+def why_not(channel: PublishChannel) -> Exception:
+    assert not channel.wait_ready(TIMEOUT)
+    with pytest.raises((BrokerMisconfigured, BrokerUnavailable)) as caught:
+        channel.check()
+    return caught.value
+
+
+def test_messages_travel_over_tls(config: Config, opened: Callable[[Any], Any]) -> None:
+    channel: PublishChannel = opened(PublishChannel(config))
+    ensure(channel, {"q"})
+    assert kinds(channel, message(), message()) == ["confirmed", "confirmed"]
+
+
+def test_a_broker_of_another_authority_is_not_trusted(
+    config: Config, certificates: Certificates, opened: Callable[[Any], Any]
+) -> None:
+    channel = opened(PublishChannel(config.replace(amqp_ca_file=str(certificates.stranger))))
+    assert "CERTIFICATE_VERIFY_FAILED" in str(why_not(channel))
+
+
+def test_the_systems_authorities_are_asked_where_no_file_is_given(
+    config: Config, opened: Callable[[Any], Any]
+) -> None:
+    assert "CERTIFICATE_VERIFY_FAILED" in str(
+        why_not(opened(PublishChannel(config.replace(amqp_ca_file=""))))
+    )
+
+
+def test_a_broker_of_another_name_is_not_trusted(config: Config, opened: Callable[[Any], Any]) -> None:
+    url = config.amqp_urls[0].replace("localhost", "127.0.0.1")
+    channel = opened(PublishChannel(config.replace(amqp_urls=(url,))))
+    assert "127.0.0.1" in str(why_not(channel))
+    assert "CERTIFICATE_VERIFY_FAILED" in str(why_not(channel))
+
+
+def test_a_broker_that_demands_a_certificate_gets_none(config: Config, opened: Callable[[Any], Any]) -> None:
+    """The certificates of the other tests are asked for, not just accepted."""
+    channel = opened(PublishChannel(config.replace(amqp_cert_file="")))
+    assert not isinstance(why_not(channel), BrokerMisconfigured)
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("amqp_password_file", "FLOWFORGE_AMQP_PASSWORD_FILE"),
+        ("amqp_ca_file", "FLOWFORGE_AMQP_CA_FILE"),
+        ("amqp_cert_file", "FLOWFORGE_AMQP_CERT_FILE or FLOWFORGE_AMQP_KEY_FILE"),
+        ("amqp_key_file", "FLOWFORGE_AMQP_CERT_FILE or FLOWFORGE_AMQP_KEY_FILE"),
+    ],
+)
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_file_that_cannot_be_used_is_named(
+    config: Config,
+    opened: Callable[[Any], Any],
+    tmp_path: Path,
+    setting: str,
+    names: str,
+    content: bytes | None,
+) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    channel: PublishChannel = opened(PublishChannel(config.replace(**{setting: str(path)})))
+    assert not channel.wait_ready(TIMEOUT)
+    with pytest.raises(BrokerMisconfigured, match=f"{names} names '.*file', which cannot be used"):
+        channel.check()
+
+
+def test_a_password_that_changes_is_read_anew(config: Config, opened: Callable[[Any], Any]) -> None:
+    path = Path(config.amqp_password_file)
+    right = path.read_text()
+    path.write_text("wrong")
+    channel: PublishChannel = opened(PublishChannel(config))
+    assert "wrong login, password" in str(why_not(channel))
+    path.write_text(right)
+    wait_until(lambda: channel.state == "connected", "the login with the new password")
+
+
+# PostgreSQL
+
+
+@pytest.fixture(scope="module")
+def tls_server(certificates: Certificates) -> Iterator[PostgresServer]:
+    """PostgreSQL 15 of Debian, since the wheel's is built without TLS."""
+    server = PostgresServer(*binaries("15"), {"listen_addresses": "localhost", "ssl": "on"})
+    owner = server.data.stat()
+    for name, target in (("server.key", "server.key"), ("server.pem", "server.crt")):
+        path = server.data / target
+        shutil.copy(certificates.directory / name, path)
+        path.chmod(0o600)
+        os.chown(path, owner.st_uid, owner.st_gid)
+    # Who comes without TLS is not let in.
+    rules = server.data / "pg_hba.conf"
+    rules.write_text(rules.read_text().replace("host ", "hostssl "))
+    with server:
+        yield server
+
+
+@pytest.fixture
+def address(tls_server: PostgresServer, certificates: Certificates, tmp_path: Path) -> dict[str, Any]:
+    """A connection string's parts, with the password in a file."""
+    passwords = tmp_path / "passwords"
+    passwords.write_text(f"*:*:*:postgres:{tls_server.password}\n")
+    passwords.chmod(0o600)
+    return {
+        "host": "localhost",
+        "port": tls_server.port,
+        "user": "postgres",
+        "dbname": "postgres",
+        "passfile": passwords,
+        "sslmode": "verify-full",
+        "sslrootcert": certificates.authority,
+    }
+
+
+def test_postgresql_is_verified_and_its_password_comes_from_a_file(address: dict[str, Any]) -> None:
+    with connect(make_conninfo(**address), application_name="test") as connection:
+        query = "select ssl from pg_stat_ssl where pid = pg_backend_pid()"
+        assert connection.execute(query).fetchone() == (True,)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sslrootcert": "stranger"}, "certificate verify failed"),
+        ({"host": "127.0.0.1"}, 'does not match host name "127.0.0.1"'),
+        ({"sslmode": "disable"}, "no encryption"),
+        ({"passfile": "/nowhere"}, "no password supplied"),
+    ],
+)
+def test_a_postgresql_that_is_not_the_right_one_is_not_used(
+    address: dict[str, Any], certificates: Certificates, change: dict[str, str], reason: str
+) -> None:
+    if change.get("sslrootcert"):
+        change = {"sslrootcert": str(certificates.stranger)}
+    with pytest.raises(psycopg.OperationalError, match=reason):
+        connect(make_conninfo(**address | change), application_name="test")
+
+
+def test_a_service_file_names_it_all(
+    address: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = tmp_path / "services"
+    services.write_text("[production]\n" + "".join(f"{key}={value}\n" for key, value in address.items()))
+    monkeypatch.setenv("PGSERVICEFILE", str(services))
+    with connect("service=production", application_name="test") as connection:
+        assert connection.info.parameter_status("application_name") == "test"
