@@ -1,16 +1,20 @@
-"""Settings: environment variables FLOWFORGE_*, which command-line flags override by `replace`.
+"""Settings: a TOML file, under environment variables FLOWFORGE_*, under command-line flags (by `replace`).
 
 One frozen dataclass holds them all; every value is checked when it is made, so a `Config` that exists is
 valid. The variable of a field is FLOWFORGE_ and its name in capitals, except FLOWFORGE_AMQP_URL
-(`amqp_urls`)."""
+(`amqp_urls`); its key in the file is the same in small letters, without FLOWFORGE_. FLOWFORGE_CONFIG names
+the file."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flowforge.errors import ConfigError
@@ -119,18 +123,16 @@ class Config:
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            object.__setattr__(self, each.name, _checked(each, getattr(self, each.name)))
+            object.__setattr__(self, each.name, _checked(each, getattr(self, each.name), variable(each)))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Settings of the environment (`os.environ` unless given). An empty variable counts as not set.
+        """Settings of the environment (`os.environ` unless given), and of the file that its FLOWFORGE_CONFIG
+        names. An empty variable counts as not set.
 
-        Raises ConfigError for a bad value.
+        Raises ConfigError for a bad value, and for a file that cannot be read.
         """
-        environ = os.environ if environ is None else environ
-        names = {variable(each): each.name for each in dataclasses.fields(cls)}
-        found: dict[str, Any] = {name: environ[key] for key, name in names.items() if environ.get(key)}
-        return cls(**found)
+        return cls(**{name: value for name, (value, _) in given(environ).items()})
 
     def replace(self, **changes: Any) -> Config:
         """A copy with `changes`; a change that is None is left out, so that absent flags can be passed as
@@ -156,6 +158,43 @@ def variable(each: dataclasses.Field[Any]) -> str:
     return "FLOWFORGE_AMQP_URL" if each.name == "amqp_urls" else f"FLOWFORGE_{each.name.upper()}"
 
 
+def given(environ: Mapping[str, str] | None = None) -> dict[str, tuple[Any, str]]:
+    """What is set in the environment or in its file: by the field's name the value, and where it is from.
+
+    Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    fields = dataclasses.fields(Config)
+    found: dict[str, tuple[Any, str]] = {}
+    if path := environ.get("FLOWFORGE_CONFIG"):
+        keys = {key(each): each for each in fields}
+        for name, value in _read(path).items():
+            if name not in keys:
+                near = difflib.get_close_matches(name, keys, 1)
+                hint = f"; did you mean {near[0]}?" if near else "; `flowforge config` lists all"
+                raise ConfigError(f"{path}: there is no setting {name!r}{hint}")
+            source = f"{name} in {path}"
+            found[keys[name].name] = _checked(keys[name], value, source), source
+    for each in fields:
+        if text := environ.get(variable(each)):
+            found[each.name] = _checked(each, text, variable(each)), variable(each)
+    return found
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # what is not UTF-8 is a ValueError as well
+        raise ConfigError(f"the settings file {path} is not TOML: {error}") from None
+
+
+def key(each: dataclasses.Field[Any]) -> str:
+    """The key of a field in the settings file."""
+    return variable(each).removeprefix("FLOWFORGE_").lower()
+
+
 def without_password(url: str) -> str:
     """`url` (a URI or libpq's key=value) with every password replaced by ***."""
     if "://" not in url:
@@ -171,12 +210,12 @@ def without_password(url: str) -> str:
     return f"{scheme}://{user}{':***' if colon else ''}{at}{place}"
 
 
-def _checked(each: dataclasses.Field[Any], value: Any) -> Any:
-    """The value of one field in its own type, or ConfigError."""
+def _checked(each: dataclasses.Field[Any], value: Any, source: str) -> Any:
+    """The value of one field in its own type, or a ConfigError that blames `source`."""
     rules = each.metadata
     try:
         if "low" in rules:
-            if isinstance(value, bool):
+            if isinstance(value, bool) or (isinstance(value, float) and not isinstance(each.default, float)):
                 raise ValueError
             number = float(value) if isinstance(each.default, float) else int(value)
             if not rules["low"] <= number <= rules["high"]:
@@ -185,6 +224,8 @@ def _checked(each: dataclasses.Field[Any], value: Any) -> Any:
         if isinstance(each.default, bool):
             return value if isinstance(value, bool) else {"on": True, "off": False}[value]
         if isinstance(each.default, tuple):
+            if not isinstance(value, str | list | tuple):
+                raise TypeError
             items = value.split(",") if isinstance(value, str) else value
             found = tuple(dict.fromkeys(item.strip() for item in items if item.strip()))
             if not found and each.default:
@@ -198,6 +239,6 @@ def _checked(each: dataclasses.Field[Any], value: Any) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         if rules.get("secret"):
             # Where the password begins and ends is known only of what can be read.
-            raise ConfigError(f"{variable(each)} cannot be read; allowed is {rules['allowed']}") from None
+            raise ConfigError(f"{source} cannot be read; allowed is {rules['allowed']}") from None
         shown = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-        raise ConfigError(f"{variable(each)} is {shown!r}; allowed is {rules['allowed']}") from None
+        raise ConfigError(f"{source} is {shown!r}; allowed is {rules['allowed']}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import signal
 import sys
 from typing import Any
@@ -32,6 +33,7 @@ _COMMANDS = {
     "resume": "operate",
     "redispatch": "operate",
     "prune": "operate",
+    "config": "settings",
     "migrate": "daemons",
     "scheduler": "daemons",
     "publisher": "daemons",
@@ -77,7 +79,10 @@ class _Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="flowforge")
-def cli() -> None:
+@click.option(
+    "--config", "path", metavar="FILE", help="TOML file with settings, under FLOWFORGE_*. [FLOWFORGE_CONFIG]"
+)
+def cli(path: str | None) -> None:
     """FlowForge runs workflows durably: what is to be done lives in PostgreSQL, workers do it.
 
     \b
@@ -93,6 +98,18 @@ def cli() -> None:
     The database is the one of --database-url or FLOWFORGE_DATABASE_URL, else the embedded one that `flowforge
     up` is running.
     """
+    if path is not None:
+        # For whatever reads settings in this process, or in a child of it.
+        os.environ["FLOWFORGE_CONFIG"] = path
+
+
+def find_command(arguments: list[str]) -> str | None:
+    """The command among the program's arguments."""
+    if arguments[:1] == ["--config"]:
+        arguments = arguments[2:]
+    elif arguments and arguments[0].startswith("--config="):
+        arguments = arguments[1:]
+    return arguments[0] if arguments else None
 
 
 def main() -> None:
@@ -101,7 +118,7 @@ def main() -> None:
         # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    if not _UNTIL_STOPPED.isdisjoint(sys.argv[1:2]):
+    if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
         # Before anything that takes a while: what is asked to stop so early ends as it would later.
         stopping.remember()
     else:

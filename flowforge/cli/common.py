@@ -98,12 +98,12 @@ def find_database(url: str | None) -> Config:
     Raises ConfigError, saying what to do, when there is none.
     """
     from flowforge.client import is_connection_string
-    from flowforge.config import Config
+    from flowforge.config import Config, given
     from flowforge.embedded import running_dsn
 
     config = Config.from_environment().replace(database_url=url)
     if config.database_url and not is_connection_string(config.database_url):
-        source = "--database-url" if url else "FLOWFORGE_DATABASE_URL"
+        source = "--database-url" if url else given()["database_url"][1]
         raise ConfigError(f"{source} is not a PostgreSQL connection string (URI or key=value)")
     if not config.database_url:
         found = running_dsn()

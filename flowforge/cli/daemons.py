@@ -21,7 +21,7 @@ from flowforge.cli.common import (
     print_json,
     seconds,
 )
-from flowforge.config import Config, variable, without_password
+from flowforge.config import Config, given, variable, without_password
 from flowforge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _serving(config: Config, queues: Iterable[str], workflows: Iterable[Workflow
     """The configuration of a worker for these workflows: with their queues, unless `queues` of the command
     line or the environment say which."""
     wanted = sorted({queue for workflow in workflows for queue in workflow.queues})
-    if not queues and not os.environ.get("FLOWFORGE_QUEUES"):
+    if not queues and "queues" not in given():
         return config.replace(queues=tuple(wanted) or None)
     if left := [queue for queue in wanted if queue not in config.queues]:
         from flowforge import log

@@ -14,6 +14,26 @@ Each setting is an environment variable; an option of a command, such as `--leas
 `flowforge COMMAND --help` tells the options that there are. Durations are seconds. An empty variable counts
 as not set.
 
+Under the environment lies a TOML file, if there is one: `flowforge --config FILE …` or `FLOWFORGE_CONFIG`
+names it. Its keys are the variables in small letters without `FLOWFORGE_`; lists are lists:
+
+```toml
+database_url = "service=production"  # of ~/.pg_service.conf
+amqp_url = ["amqps://flowforge@rabbit-1", "amqps://flowforge@rabbit-2"]
+amqp_password_file = "/run/secrets/rabbitmq"
+concurrency = 16
+queues = ["default", "reports"]
+prepared_statements = false
+```
+
+`flowforge config` prints what holds and where it is from, without passwords.
+
+No password needs to stand in an environment variable or in the arguments of a program, which other users of
+the machine may see. For PostgreSQL take a `passfile=…` in the connection string, `~/.pgpass` or a service
+file, as for any program that uses libpq; for RabbitMQ `FLOWFORGE_AMQP_PASSWORD_FILE`. With
+`sslmode=verify-full sslrootcert=…` in PostgreSQL's connection string and `amqps://` for RabbitMQ, both
+servers are verified.
+
 This file is generated from `flowforge/config.py`; a test compares the two. After changing a setting, write it
 anew: `./dev run python -m tests.python.settings`.
 

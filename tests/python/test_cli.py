@@ -1,5 +1,6 @@
 """The command line as a whole: help, exit codes, the database, the user's modules, daemons as processes."""
 
+import dataclasses
 import json
 import os
 import re
@@ -13,8 +14,9 @@ from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
 from flowforge import Client, Workflow, errors, runner
-from flowforge.cli import cli, exits
+from flowforge.cli import cli, exits, find_command
 from flowforge.cli.loading import load_workflows
+from flowforge.config import Config
 from tests.python.shell import Shell
 from tests.services.database import Database
 
@@ -57,6 +59,62 @@ def test_every_error_has_an_exit_code_of_its_kind() -> None:
     assert exits.exit_code(errors.DatabaseUnavailable("")) == exits.EXIT_DATABASE
     assert exits.exit_code(errors.BrokerMisconfigured("")) == exits.EXIT_BROKER
     assert exits.exit_code(errors.FlowForgeError("")) == exits.EXIT_FAILED
+
+
+# -- settings
+
+
+@pytest.fixture
+def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A settings file; --config of a command leaves its name in the environment, which ends with the test."""
+    monkeypatch.setenv("FLOWFORGE_CONFIG", "")
+    path = tmp_path / "flowforge.toml"
+    path.write_text('database_url = "postgresql://u:s3cret@h/d"\nqueues = ["a", "b"]\nlease = 5\n')
+    return path
+
+
+def test_config_tells_what_holds_and_whence_without_passwords(settings_file: Path) -> None:
+    shell = Shell("")
+    shell.environment |= {"FLOWFORGE_LEASE": "7", "FLOWFORGE_AMQP_URL": "amqp://u:s3cret@h,amqps://h"}
+    found = {each.pop("setting"): each for each in shell.documents("--config", settings_file, "config")}
+    assert found["database_url"] == {
+        "value": "postgresql://u:***@h/d",
+        "from": f"database_url in {settings_file}",
+        "variable": "FLOWFORGE_DATABASE_URL",
+    }
+    assert (found["lease"]["value"], found["lease"]["from"]) == (7.0, "FLOWFORGE_LEASE")
+    assert found["amqp_url"]["value"] == ["amqp://u:***@h", "amqps://h"]
+    assert (found["queues"]["value"], found["grace"]["from"]) == (["a", "b"], "default")
+    assert (found["prepared_statements"]["value"], len(found)) == (True, len(dataclasses.fields(Config)))
+    text = shell("--config", settings_file, "config").stdout
+    assert re.search(r"^queues +a,b +queues in ", text, re.MULTILINE)
+    assert re.search(r"^prepared_statements +on +default$", text, re.MULTILINE)
+    assert "s3cret" not in text
+
+
+def test_a_database_of_the_file_is_used_and_blamed(db: Database, settings_file: Path) -> None:
+    shell = Shell("")
+    settings_file.write_text(f"database_url = {json.dumps(db.dsn)}")
+    assert "No workflows" in shell("--config", settings_file, "workflows", code=exits.EXIT_FAILED).stderr
+    settings_file.write_text('database_url = "nonsense"')
+    said = shell("--config", settings_file, "workflows", code=exits.EXIT_CONFIG).stderr
+    assert f"database_url in {settings_file} is not a PostgreSQL connection string" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["up", "m"], "up"),
+        (["--config", "f", "worker"], "worker"),
+        (["--config=f", "worker"], "worker"),
+        (["trigger", "up"], "trigger"),
+        (["--config", "up"], None),
+        (["--help"], "--help"),
+        ([], None),
+    ],
+)
+def test_the_command_is_found_among_the_arguments(arguments: list[str], command: str | None) -> None:
+    assert find_command(arguments) == command
 
 
 # -- the database

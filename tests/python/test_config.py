@@ -1,11 +1,15 @@
 """Settings: every bad value is refused by name, and no password is ever shown."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from flowforge.config import Config, variable, without_password
 from flowforge.errors import ConfigError
+
+QUEUES = "queue names, comma separated, other than dead, the dead-letter queue"
+NAMESPACE = "up to 44 letters, digits, _ and -, other than amq"
 
 
 def test_the_environment_sets_values_of_their_own_types_and_flags_override() -> None:
@@ -30,7 +34,60 @@ def test_the_environment_sets_values_of_their_own_types_and_flags_override() -> 
     assert not Config.from_environment({}).uses_broker
 
 
-QUEUES = "queue names, comma separated, other than dead, the dead-letter queue"
+def in_file(path: Path, text: str, **environment: str) -> Config:
+    path.write_text(text)
+    return Config.from_environment({"FLOWFORGE_CONFIG": str(path), **environment})
+
+
+def test_the_environment_goes_before_the_file(tmp_path: Path) -> None:
+    text = """
+        database_url = "service=x"
+        amqp_url = ["amqp://one,", "amqps://two/v"]
+        lease = 5
+        grace = 1.5
+        concurrency = 3
+        prepared_statements = false
+        queues = "a, b"
+    """
+    config = in_file(tmp_path / "f", text, FLOWFORGE_CONCURRENCY="4", FLOWFORGE_GRACE="")
+    assert (config.database_url, config.amqp_urls) == ("service=x", ("amqp://one,", "amqps://two/v"))
+    assert (config.lease, config.grace, config.concurrency) == (5.0, 1.5, 4)
+    assert (config.prepared_statements, config.queues) == (False, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("conurrency = 1", "{path}: there is no setting 'conurrency'; did you mean concurrency?"),
+        ("amqp_urls = []", "{path}: there is no setting 'amqp_urls'; did you mean amqp_url?"),
+        ("[worker]", "{path}: there is no setting 'worker'; `flowforge config` lists all"),
+        ("lease = 0", "lease in {path} is '0'; allowed is a number of seconds from 1 to 86400"),
+        ("concurrency = 1.5", "concurrency in {path} is '1.5'; allowed is a whole number from 1 to 10000"),
+        ("concurrency = true", "concurrency in {path} is 'True'; allowed is a whole number from 1 to 10000"),
+        ("queues = [1]", f"queues in {{path}} is '1'; allowed is {QUEUES}"),
+        ("queues = {a = 1}", f"queues in {{path}} is \"{{{{'a': 1}}}}\"; allowed is {QUEUES}"),
+        ("namespace = 2026-01-01", f"namespace in {{path}} is '2026-01-01'; allowed is {NAMESPACE}"),
+        ("lease = ", "the settings file {path} is not TOML: Invalid value (at end of document)"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        in_file(tmp_path / "f", text)
+    assert str(caught.value) == said.format(path=tmp_path / "f")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the settings file /nowhere/f: No such file"):
+        Config.from_environment({"FLOWFORGE_CONFIG": "/nowhere/f"})
+    (tmp_path / "f").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=f"the settings file {tmp_path}/f is not TOML"):
+        Config.from_environment({"FLOWFORGE_CONFIG": str(tmp_path / "f")})
+
+
+def test_nothing_of_a_password_in_the_file_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"amqp_url in .* cannot be read") as caught:
+        in_file(tmp_path / "f", 'amqp_url = "amqp:/user:s3cret@host"')
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +102,9 @@ QUEUES = "queue names, comma separated, other than dead, the dead-letter queue"
         ("FLOWFORGE_LOG_FORMAT", "JSON", "json or text"),
         ("FLOWFORGE_LOG_LEVEL", "loud", "debug, info, warning or error"),
         ("FLOWFORGE_PREPARED_STATEMENTS", "maybe", "on or off"),
-        ("FLOWFORGE_NAMESPACE", "a.b", "up to 44 letters, digits, _ and -, other than amq"),
-        ("FLOWFORGE_NAMESPACE", "amq", "up to 44 letters, digits, _ and -, other than amq"),
-        ("FLOWFORGE_NAMESPACE", "n" * 45, "up to 44 letters, digits, _ and -, other than amq"),
+        ("FLOWFORGE_NAMESPACE", "a.b", NAMESPACE),
+        ("FLOWFORGE_NAMESPACE", "amq", NAMESPACE),
+        ("FLOWFORGE_NAMESPACE", "n" * 45, NAMESPACE),
         ("FLOWFORGE_QUEUES", "a\x07", QUEUES),
         ("FLOWFORGE_QUEUES", "a,dead", QUEUES),
         ("FLOWFORGE_QUEUES", " ,", QUEUES),

@@ -11,6 +11,7 @@ import pytest
 
 from flowforge import Client, Context, Workflow
 from flowforge.cli import cli
+from flowforge.config import Config
 from tests.python import settings
 from tests.python.workbench import Bench
 from tests.services.database import Database
@@ -134,6 +135,13 @@ def test_the_guide_to_python_names_all_there_is() -> None:
 
 def test_the_page_of_settings_is_current() -> None:
     assert settings.PAGE.read_text() == settings.page()
+
+
+def test_the_settings_file_of_the_page_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "flowforge.toml"
+    path.write_text(*blocks("docs/settings.md", "toml"))
+    config = Config.from_environment({"FLOWFORGE_CONFIG": str(path)})
+    assert (config.concurrency, config.queues) == (16, ("default", "reports"))
 
 
 def test_the_sql_of_the_worker_protocol_runs(db: Database) -> None:

@@ -1,0 +1,52 @@
+"""The command about settings: config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from flowforge.cli.common import json_option, print_json, print_table
+from flowforge.config import Config, given, key, variable, without_password
+
+
+@click.command()
+@json_option
+def config(as_json: bool) -> None:
+    """List the settings: what holds, and where it is from.
+
+    From the environment, else from the TOML file of --config or FLOWFORGE_CONFIG, else the default; options
+    of a command go before all of them. Passwords are not shown. A bad value is an error, as it is for each
+    command.
+
+    \b
+    Examples:
+      flowforge config
+      flowforge --config flowforge.toml config
+      flowforge config --json
+    """
+    holds, sources = Config.from_environment(), given()
+    rows = []
+    for each in dataclasses.fields(Config):
+        value = _shown(each, getattr(holds, each.name))
+        source = sources[each.name][1] if each.name in sources else "default"
+        rows.append({"setting": key(each), "value": value, "from": source, "variable": variable(each)})
+    if as_json:
+        for row in rows:
+            print_json(row)
+        return
+    table = [row | {"value": _text(row["value"])} for row in rows]
+    print_table({"setting": "setting", "value": "value", "from": "from"}, table)
+
+
+def _shown(each: dataclasses.Field[Any], value: Any) -> Any:
+    if not each.metadata.get("secret"):
+        return list(value) if isinstance(value, tuple) else value
+    return [without_password(url) for url in value] if isinstance(value, tuple) else without_password(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(value) if isinstance(value, list) else str(value)
