@@ -21,6 +21,7 @@ _COMMANDS = {
     "demo": "demo",
     "define": "workflows",
     "workflows": "workflows",
+    "graph": "graph",
     "trigger": "runs",
     "runs": "runs",
     "show": "show",

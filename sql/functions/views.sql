@@ -34,6 +34,19 @@ comment on column flowforge.workflow_status.tasks is 'Number of its tasks.';
 comment on column flowforge.workflow_status.registered_at is 'When it was registered.';
 comment on column flowforge.workflow_status.versions is 'Number of all versions.';
 
+create or replace view flowforge.workflow_version_status as
+select w.name as workflow, wv.version, wv.version = w.current_version as is_current, wv.task_count as tasks,
+    wv.created_at as registered_at, wv.spec as definition
+from flowforge.workflow w
+join flowforge.workflow_version wv on wv.workflow_id = w.workflow_id;
+comment on view flowforge.workflow_version_status is 'Every version of every workflow, with its definition.';
+comment on column flowforge.workflow_version_status.workflow is 'Name of the workflow.';
+comment on column flowforge.workflow_version_status.version is 'Number of the version within the workflow, from 1.';
+comment on column flowforge.workflow_version_status.is_current is 'Whether a trigger without a version runs it.';
+comment on column flowforge.workflow_version_status.tasks is 'Number of its tasks.';
+comment on column flowforge.workflow_version_status.registered_at is 'When it was registered.';
+comment on column flowforge.workflow_version_status.definition is 'The normalised definition: every default filled in, tasks in the order of their names.';
+
 create or replace view flowforge.run_status as
 select r.run_id, w.name as workflow, wv.version,
     case when r.state <> 'running' then r.state::text
@@ -258,6 +271,10 @@ from (
         'leases that have run out and are not reaped yet'
     union all select 'unsettled', (select count(*) from flowforge.task_run tr where tr.stage = 'unsettled'), 'finished task runs not counted yet'
     union all select 'unpublished', (select count(*) from flowforge.outbox o where o.published_at is null and o.parked_at is null), 'orders to publish'
+    union all select 'oldest_unpublished_seconds',
+        (select extract(epoch from flowforge._reading() - min(o.next_attempt_at)) from flowforge.outbox o
+         where o.published_at is null and o.parked_at is null and o.next_attempt_at <= flowforge._reading()),
+        'how long the oldest of them could have been published; null: none can be now'
     union all select 'refused', (select count(*) from flowforge.outbox o where o.published_at is null and o.parked_at is null and o.tries > 0),
         'of these, refused by the broker at least once'
     union all select 'parked', (select count(*) from flowforge.outbox o where o.parked_at is not null), 'orders that can never be published'

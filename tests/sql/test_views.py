@@ -5,6 +5,16 @@ from psycopg.types.json import Jsonb
 from tests.sql.helpers import Engine, failing, task
 
 
+def test_workflow_version_status(engine: Engine) -> None:
+    engine.define(task("a"))
+    engine.define(task("a"), task("b", "a"))
+    engine.call("activate_version", "w", 1)
+    first, second = engine.rows("select * from flowforge.workflow_version_status order by version")
+    assert (first.workflow, first.version, first.is_current, first.tasks) == ("w", 1, True, 1)
+    assert (second.workflow, second.version, second.is_current, second.tasks) == ("w", 2, False, 2)
+    assert [each["after"] for each in second.definition["tasks"]] == [[], ["a"]]
+
+
 def test_run_status(engine: Engine) -> None:
     engine.define(task("a"), task("b", "a"), task("c"), task("d", "c"))
     run_id = engine.trigger(labels=Jsonb({"x": 1}), idempotency_key="k", priority=2)
@@ -189,7 +199,8 @@ def test_health(engine: Engine) -> None:
         rows = engine.rows("select name, value from flowforge.health where value is null or value <> 0")
         return {row.name: row.value for row in rows}
 
-    assert health() == {"oldest_eligible_seconds": None, "reaper_seconds": None}
+    nothing = ("oldest_eligible_seconds", "oldest_unpublished_seconds", "reaper_seconds")
+    assert health() == dict.fromkeys(nothing)
     engine.define(*(task(name) for name in "abcdef"))
     engine.call("configure_queue", "default", window_size=5)
     run_id = engine.trigger()
@@ -214,6 +225,7 @@ def test_health(engine: Engine) -> None:
         "expired_leases": 2,
         "unsettled": 1,
         "unpublished": 4,
+        "oldest_unpublished_seconds": 11,
         "refused": 1,
         "parked": 1,
         "reaper_seconds": 11,
