@@ -25,6 +25,9 @@ from flowforge.worker.failures import Failures
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
 
+LIMIT = 1000
+OUT_OF_TIME = Finish("failed", error=f"time limit of {LIMIT} s exceeded")
+
 
 def an_execution(handler: str = "h", time_limit: float | None = None) -> Execution:
     claim = Claim(
@@ -62,6 +65,12 @@ class Slots:
 
     def run(self, handler: str, time_limit: float | None = None) -> Report:
         return self.report(self.start(handler, time_limit))
+
+    def run_out(self, execution: Execution) -> None:
+        """The time limit passes now, rather than so many seconds after the start of a thread that may take
+        longer."""
+        execution.deadline = execution.alarm = time.monotonic()
+        self.executor._look.set()
 
     def free(self) -> int:
         count = self.executor.reserve(1000, timeout=0)
@@ -201,7 +210,7 @@ def test_cancel_reaches_both_kinds(slots: Callable[..., Slots]) -> None:
         gate.wait(until=ctx.check)
 
     async def coroutine(_ctx: Any) -> None:
-        gate.arrivals += 1
+        gate.arrive()
         await asyncio.Event().wait()
 
     bench = slots(2, thread=thread, coroutine=coroutine)
@@ -225,16 +234,20 @@ def test_ownership_lost_outweighs_a_cancel_and_not_the_other_way_round() -> None
 
 def test_time_limit_is_told_to_a_thread_that_looks(slots: Callable[..., Slots]) -> None:
     caught: list[BaseException] = []
+    gate = Gate()
 
     def looking(ctx: Any) -> None:
         try:
-            Gate().wait(until=ctx.check)
+            gate.wait(until=ctx.check)
         except BaseException as exc:
             caught.append(exc)
             raise
 
     bench = slots(1, looking=looking, good=lambda _: "good")
-    assert bench.run("looking", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
+    execution = bench.start("looking", LIMIT)
+    gate.await_arrivals()
+    bench.run_out(execution)
+    assert bench.report(execution) == OUT_OF_TIME
     assert [type(exc) for exc in caught] == [TimeLimitExceeded]
     assert bench.run("good") == Finish("succeeded", output='"good"')
     assert bench.executor.lost == 0
@@ -272,7 +285,10 @@ def test_nothing_is_raised_in_a_thread_that_does_not_look(slots: Callable[..., S
             raise
 
     bench = slots(2, busy=busy, good=lambda _: "good")
-    assert bench.run("busy", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
+    execution = bench.start("busy", LIMIT)
+    wait_until(lambda: bool(steps), "the first step")
+    bench.run_out(execution)
+    assert bench.report(execution) == OUT_OF_TIME
     wait_until(lambda: bench.executor.lost == 1, "a lost slot")
     reached = steps[0]
     wait_until(lambda: steps[0] > reached + 1000, "more steps of the abandoned handler")
@@ -286,11 +302,17 @@ def test_nothing_is_raised_in_a_thread_that_does_not_look(slots: Callable[..., S
 def test_time_limit_cancels_a_coroutine(slots: Callable[..., Slots], wrapped: bool) -> None:
     """Also one that runs in a thread of its own, because its function does not look async."""
 
+    gate = Gate()
+
     async def forever(_ctx: Any) -> None:
+        gate.arrive()
         await asyncio.Event().wait()
 
     bench = slots(1, h=(lambda ctx: forever(ctx)) if wrapped else forever)
-    assert bench.run("h", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
+    execution = bench.start("h", LIMIT)
+    gate.await_arrivals()
+    bench.run_out(execution)
+    assert bench.report(execution) == OUT_OF_TIME
     wait_until(lambda: bench.free() == 1, "a free slot")
     assert bench.executor.lost == 0
 
@@ -310,27 +332,29 @@ def test_a_stop_between_the_beginning_and_the_task_is_not_missed(slots: Callable
 def test_what_does_not_stop_is_abandoned_with_its_slot(slots: Callable[..., Slots], kind: str) -> None:
     """Blocked, and not looking: reported at once, its slot lost until it ends after all, and the last slot
     lost is told."""
-    release = threading.Lock()
-    release.acquire()
+    gate = Gate()
 
     def thread(_ctx: Any) -> None:
-        with release:
-            pass
+        gate.wait()
 
     async def coroutine(ctx: Any) -> None:
         thread(ctx)
 
     bench = slots(2, thread=thread, coroutine=coroutine, good=lambda _: "good")
-    first = bench.start(kind, 0.1)
-    assert bench.report(first) == Finish("failed", error="time limit of 0.1 s exceeded")
+    first = bench.start(kind, LIMIT)
+    gate.await_arrivals()
+    bench.run_out(first)
+    assert bench.report(first) == OUT_OF_TIME
     wait_until(lambda: bench.executor.lost == 1, "a lost slot")
     assert bench.run("good") == Finish("succeeded", output='"good"')
     assert bench.broken == []
-    second = bench.start("thread", 0.1)
-    bench.report(second)
+    second = bench.start("thread", LIMIT)
+    gate.await_arrivals(2)
+    bench.run_out(second)
+    assert bench.report(second) == OUT_OF_TIME
     wait_until(lambda: bool(bench.broken), "the news that no slot is left")
     assert bench.executor.exhausted
-    release.release()
+    gate.open()
     wait_until(lambda: bench.free() == 2, "the slots, back")
     assert bench.executor.lost == 0
     assert len(bench.reports) == 3
@@ -355,18 +379,23 @@ def test_failures_are_told_and_successes_are_not(
     def fail(_ctx: Any) -> None:
         raise ValueError("in the first line\nin the second")
 
+    gate = Gate()
+
     def late(ctx: Any) -> None:
-        Gate().wait(until=ctx.check)
+        gate.wait(until=ctx.check)
 
     bench = slots(1, fail=fail, late=late, good=lambda _: {"secret": 1})
     bench.run("fail")
-    bench.run("late", 0.1)
+    execution = bench.start("late", LIMIT)
+    gate.await_arrivals()
+    bench.run_out(execution)
+    bench.report(execution)
     bench.run("good")
     wait_until(lambda: bench.free() == 1, "a free slot")
     common = {"daemon": "worker", "run": 1, "task_run": 1, "task": "w.t", "attempt": 1, "token": 1}
     assert told_of_failures(caplog) == [
         {**common, "handler": "fail", "error": "ValueError: in the first line"},
-        {**common, "handler": "late", "error": "time limit of 0.1 s exceeded"},
+        {**common, "handler": "late", "error": f"time limit of {LIMIT} s exceeded"},
     ]
     assert "secret" not in caplog.text
 
@@ -428,7 +457,7 @@ def test_a_loop_that_does_not_run_when_a_time_limit_passes_is_given_up(
     blocking, idle, cancelled = Blocking(), Gate(), []
 
     async def waiting(_ctx: Any) -> None:
-        idle.arrivals += 1
+        idle.arrive()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError as exc:
@@ -438,15 +467,17 @@ def test_a_loop_that_does_not_run_when_a_time_limit_passes_is_given_up(
     bench = slots(5, blocking=blocking.handle, waiting=waiting, fine=_fine, thread=lambda _: "thread")
     neighbour = bench.start("waiting")
     idle.await_arrivals()
-    blocker = bench.start("blocking", 0.1)
+    blocker = bench.start("blocking", LIMIT)
     blocking.gate.await_arrivals()
     behind = bench.start("fine")
-    assert bench.report(blocker) == Finish("failed", error="time limit of 0.1 s exceeded")
+    bench.run_out(blocker)
+    assert bench.report(blocker) == OUT_OF_TIME
     assert bench.report(neighbour) == Release("crashed")
     assert bench.report(behind) == Finish("succeeded", output='"fine"')
     assert bench.run("fine", 100) == Finish("succeeded", output='"fine"')
     assert bench.run("thread") == Finish("succeeded", output='"thread"')
-    assert (bench.executor.lost, bench.free(), bench.executor.blocked) == (2, 3, "")
+    wait_until(lambda: bench.free() == 3, "the slots of what has ended")
+    assert (bench.executor.lost, bench.executor.blocked) == (2, "")
     told = [record for record in caplog.records if "loop is blocked" in record.getMessage()]
     assert [record.keys["handler"] for record in told] == ["blocking (run 1)"]  # type: ignore[attr-defined]
     blocking.gate.open()
@@ -460,12 +491,12 @@ def test_a_handler_that_ignores_its_cancellation_costs_the_others_nothing(
     slots: Callable[..., Slots],
 ) -> None:
     """Its loop runs: only its own slot is lost."""
-    done = Gate()
+    begun, done = Gate(), Gate()
 
     async def deaf(_ctx: Any) -> None:
+        begun.arrive()
         while True:
             try:
-                done.arrivals += 1
                 return await asyncio.to_thread(done.wait)
             except asyncio.CancelledError:
                 pass
@@ -475,9 +506,11 @@ def test_a_handler_that_ignores_its_cancellation_costs_the_others_nothing(
         return "done"
 
     bench = slots(2, deaf=deaf, waiting=waiting)
-    neighbour = bench.start("waiting")
-    assert bench.run("deaf", 0.1) == Finish("failed", error="time limit of 0.1 s exceeded")
-    assert bench.executor.lost == 1
+    neighbour, execution = bench.start("waiting"), bench.start("deaf", LIMIT)
+    begun.await_arrivals()
+    bench.run_out(execution)
+    assert bench.report(execution) == OUT_OF_TIME
+    wait_until(lambda: bench.executor.lost == 1, "a lost slot")
     done.open()
     assert bench.report(neighbour) == Finish("succeeded", output='"done"')
     wait_until(lambda: bench.free() == 2, "the slots, back")
@@ -492,13 +525,16 @@ def test_a_loop_that_is_blocked_without_a_time_limit_is_told_and_set_aside(
     bench = slots(4, blocking=blocking.handle, fine=_fine)
     blocker = bench.start("blocking")
     blocking.gate.await_arrivals()
-    behind, cancelled = bench.start("fine"), bench.start("fine")
+    behind, cancelled = an_execution("fine"), an_execution("fine")
     cancelled.stop(StopReason.CANCEL)
+    assert bench.executor.reserve(2, timeout=10) == 2
+    bench.executor.start([behind, cancelled])
     assert bench.report(behind) == Finish("succeeded", output='"fine"')
     assert bench.report(cancelled) == Release("unstarted")
     assert bench.executor.blocked == "the event loop is blocked by blocking (run 1)"
     assert bench.run("fine") == Finish("succeeded", output='"fine"')
-    assert (bench.executor.lost, bench.free()) == (0, 3)
+    wait_until(lambda: bench.free() == 3, "the slots of what has ended")
+    assert bench.executor.lost == 0
     blocking.gate.open()
     assert bench.report(blocker) == Finish("succeeded")
     wait_until(lambda: (bench.executor.blocked, len(bench.executor._loops)) == ("", 1), "the loop's end")
@@ -512,7 +548,9 @@ def test_a_time_limit_of_what_has_not_begun_leaves_the_blocked_loop_alone(
     bench = slots(2, blocking=blocking.handle, fine=_fine)
     blocker = bench.start("blocking")
     blocking.gate.await_arrivals()
-    assert bench.run("fine", 0.1) == Release("unstarted")
+    behind = bench.start("fine", LIMIT)
+    bench.run_out(behind)
+    assert bench.report(behind) == Release("unstarted")
     assert (blocker.ended, bench.executor.lost) == (False, 0)
     blocking.gate.open()
     assert bench.report(blocker) == Finish("succeeded")
@@ -621,14 +659,13 @@ def test_a_handler_is_stopped_with_its_connection_lost(
         gate.wait(until=ctx.check)
 
     bench = slots(1, h=h, good=lambda _: "good")
-    execution = bench.start("h", 0.1 if reason is StopReason.TIME_LIMIT else None)
+    execution = bench.start("h", LIMIT)
+    gate.await_arrivals()
     if reason is StopReason.SHUTDOWN:
-        gate.await_arrivals()
         assert bench.executor.stop_all(reason) == 1
-    expected = {
-        StopReason.TIME_LIMIT: Finish("failed", error="time limit of 0.1 s exceeded"),
-        StopReason.SHUTDOWN: Release("shutdown"),
-    }
+    else:
+        bench.run_out(execution)
+    expected = {StopReason.TIME_LIMIT: OUT_OF_TIME, StopReason.SHUTDOWN: Release("shutdown")}
     assert bench.report(execution) == expected[reason]
     connection.assert_cut()
     assert bench.run("good", 100) == Finish("succeeded", output='"good"')

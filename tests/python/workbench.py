@@ -266,10 +266,14 @@ class Gate:
     def wait(self, until: Callable[[], None] = lambda: None) -> None:
         """In a handler: arrive, then wait until the gate is opened. `until` is called about a hundred times a
         second and may raise."""
-        with self._lock:
-            self.arrivals += 1
+        self.arrive()
         while not self._open.wait(0.01):
             until()
+
+    def arrive(self) -> None:
+        """In a handler: arrive, and go on."""
+        with self._lock:
+            self.arrivals += 1
 
     def await_arrivals(self, count: int = 1) -> None:
         wait_until(lambda: self.arrivals >= count, f"{count} handlers at the gate")
