@@ -39,6 +39,7 @@ _COMMANDS = {
     "scheduler": "daemons",
     "publisher": "daemons",
     "worker": "daemons",
+    "health": "health",
 }
 
 _UNTIL_STOPPED = {"up", "scheduler", "publisher", "worker"}
