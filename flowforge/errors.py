@@ -229,6 +229,11 @@ def refusal(exc: psycopg.Error) -> str | None:
     return next((reason for pattern, reason in _REFUSED if pattern.search(text)), None)
 
 
+def first_line(error: BaseException | str) -> str:
+    """What an error says in short; its kind when it says nothing."""
+    return str(error).strip().partition("\n")[0] or ("" if isinstance(error, str) else type(error).__name__)
+
+
 # U+0000 in jsonb; text that is not JSON (lone surrogate, NaN); bytes that are not UTF-8; nesting beyond the
 # server's stack.
 _NOT_STORABLE = frozenset({"22P05", "22P02", "22021", "54001"})
@@ -237,7 +242,7 @@ _NOT_STORABLE = frozenset({"22P05", "22P02", "22021", "54001"})
 def from_database(exc: psycopg.Error) -> FlowForgeError:
     """The exception of this tree that says what `exc` says. Raise it `from exc`."""
     sqlstate = exc.sqlstate
-    text = (exc.diag.message_primary or str(exc).strip().partition("\n")[0]) or type(exc).__name__
+    text = exc.diag.message_primary or first_line(exc)
     if exc.diag.message_hint and sqlstate is not None and sqlstate.startswith("WF"):
         text = f"{text} ({exc.diag.message_hint})"
     if sqlstate in _BY_SQLSTATE:

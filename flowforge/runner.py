@@ -33,6 +33,7 @@ from flowforge.errors import (
     FlowForgeError,
     MissingPrivilege,
     SchemaError,
+    first_line,
     from_database,
 )
 from flowforge.listen import Listener, Waker
@@ -267,13 +268,9 @@ def connect(config: Config, daemon: str) -> db.Connection:
         reason = db.refusal(exc)
         if reason is not None:
             raise DatabaseError(
-                f"the database refuses the connection: {reason} ({_brief(exc)})", exc.sqlstate
+                f"the database refuses the connection: {reason} ({first_line(exc)})", exc.sqlstate
             ) from exc
         raise from_database(exc) from exc
-
-
-def _brief(exc: BaseException) -> str:
-    return str(exc).strip().partition("\n")[0] or type(exc).__name__
 
 
 # -- the loop

@@ -29,8 +29,8 @@ from flowforge.cli.common import (
     state_text,
 )
 from flowforge.cli.exits import EXIT_FAILED
-from flowforge.cli.watch import first_line, follow, goes_on, telling_how_to_go_on
-from flowforge.errors import FlowForgeError, MissingPrivilege, NotFound, WaitTimeout
+from flowforge.cli.watch import follow, goes_on, telling_how_to_go_on
+from flowforge.errors import FlowForgeError, MissingPrivilege, NotFound, WaitTimeout, first_line
 
 if TYPE_CHECKING:
     from flowforge.client import Client, RunResult

@@ -21,8 +21,7 @@ from flowforge.cli.common import (
     select,
     state_text,
 )
-from flowforge.cli.watch import first_line
-from flowforge.errors import NotFound
+from flowforge.errors import NotFound, first_line
 
 # So many errors are shown in full. Whoever needs those of a whole map takes --json.
 _FULL_ERRORS = 3

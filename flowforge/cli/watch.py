@@ -26,7 +26,7 @@ from flowforge.cli.common import (
     state_text,
 )
 from flowforge.cli.exits import EXIT_FAILED
-from flowforge.errors import NotFound, WaitTimeout
+from flowforge.errors import NotFound, WaitTimeout, first_line
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -252,11 +252,6 @@ def _note(task: dict[str, Any]) -> Any:
     if task["progress_message"] and task["state"] == "running":
         parts.append(task["progress_message"])
     return Text(", ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
-
-
-def first_line(text: str) -> str:
-    """What an error says in short."""
-    return text.strip().partition("\n")[0]
 
 
 def goes_on(run_id: int) -> str:

@@ -22,6 +22,7 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.config import Config
+from flowforge.errors import first_line
 from flowforge.listen import Waker, hears
 from flowforge.runner import crash_point
 from flowforge.worker.claim import CLAIM_NEXT, Answer, Claim, answers
@@ -29,7 +30,7 @@ from flowforge.worker.execution import Execution, Release
 from flowforge.worker.executor import Executor
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
-from flowforge.worker.session import Session, Unanswered, brief
+from flowforge.worker.session import Session, Unanswered
 
 _log = log.of("worker")
 
@@ -123,7 +124,8 @@ class Claimer(ABC):
     def _claim(self, query: str, *arguments: Any) -> tuple[list[Answer], Sent]:
         """Ask until answered, each time for the very same; also when that was.
 
-        Raises psycopg.Error for a definite refusal, Unanswered when told to end.
+        Raises psycopg.Error for a definite refusal of all that was sent, so that nothing is claimed, and
+        Unanswered when told to end.
         """
         first = None
         while True:
@@ -131,11 +133,23 @@ class Claimer(ABC):
             try:
                 return answers(self.session.call(query, arguments)), Sent(first or last, last)
             except Unanswered as exc:
+                unanswered = exc
                 if exc.sent and first is None:
                     first = last
-                self._step_aside()
-                if self._given_up.wait(self.session.pause()):
+            except psycopg.Error as exc:
+                if first is None:
                     raise
+                # Only this repeat was refused. What it repeats may be under way in the database to this
+                # moment, and its claims would be nobody's if they were not asked for again.
+                unanswered = Unanswered(first_line(exc), sent=True)
+                self.session.refused = not db.is_transient(exc)
+                _log.warning(
+                    "repeat of a claim refused, whose outcome is not known; trying again",
+                    error=first_line(exc),
+                )
+            self._step_aside()
+            if self._given_up.wait(self.session.pause()):
+                raise unanswered
 
     def _execute(self, claims: Sequence[Claim], sent: Sent) -> None:
         """Run what was won, each in a slot reserved for it."""
@@ -197,13 +211,13 @@ class QueueClaimer(Claimer):
     def _refused(self, exc: psycopg.Error, slots: int) -> None:
         """Try again: at once with a single one, when more may be the reason, else later."""
         if db.is_transient(exc):
-            _log.warning("claim refused; trying again", error=brief(exc))
+            _log.warning("claim refused; trying again", error=first_line(exc))
         elif slots > 1:
-            _log.warning("claim refused; trying a single one", error=brief(exc), count=slots)
+            _log.warning("claim refused; trying a single one", error=first_line(exc), count=slots)
             self._most = 1
             return
         else:
-            _log.error("claim of a single one refused; trying again later", error=brief(exc))
+            _log.error("claim of a single one refused; trying again later", error=first_line(exc))
             self._most = 1
             self.session.refused = True
         self.waker.wait(self.session.pause())

@@ -19,10 +19,11 @@ import psycopg
 
 from flowforge import log
 from flowforge.db import is_transient
+from flowforge.errors import first_line
 from flowforge.runner import crash_point
 from flowforge.worker.execution import Execution, Finish, Release, Report, storable
 from flowforge.worker.leases import LeaseKeeper
-from flowforge.worker.session import Session, Unanswered, brief
+from flowforge.worker.session import Session, Unanswered
 
 _log = log.of("worker")
 
@@ -181,7 +182,7 @@ class Finisher:
 
     def _again(self, each: _Ended, exc: psycopg.Error) -> None:
         """Send it later, alone. The lease is renewed meanwhile."""
-        _log.warning("report refused; trying again", error=brief(exc), **_keys(each.execution))
+        _log.warning("report refused; trying again", error=first_line(exc), **_keys(each.execution))
         if not self._given_up.wait(min(self._session.pause(), 1.0)):
             self._queue.put(each._replace(alone=True))
 
@@ -201,7 +202,7 @@ class Finisher:
                     self._again(each, exc)
                     return
                 # The lease runs out by itself and the reaper does the rest.
-                _log.error("release refused", error=brief(exc), **_keys(each.execution))
+                _log.error("release refused", error=first_line(exc), **_keys(each.execution))
                 break
             else:
                 self._counts[f"{answer}_{reason}"] += 1

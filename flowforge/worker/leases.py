@@ -18,8 +18,9 @@ from typing import Any
 import psycopg
 
 from flowforge import log
+from flowforge.errors import first_line
 from flowforge.worker.execution import Execution, StopReason
-from flowforge.worker.session import CALL_LIMIT, Session, Unanswered, brief
+from flowforge.worker.session import CALL_LIMIT, Session, Unanswered
 
 _log = log.of("worker")
 
@@ -172,13 +173,13 @@ class LeaseKeeper:
             if due:
                 self._apply(due, now, self._ask(due))
         except psycopg.Error as exc:
-            _log.warning("renewal refused; repeating one by one", count=len(due), error=brief(exc))
+            _log.warning("renewal refused; repeating one by one", count=len(due), error=first_line(exc))
             for each in due:
                 try:
                     self._apply([each], now, self._ask([each]))
                 except psycopg.Error as each_exc:
                     each.renewed_at = now
-                    _log.error("renewal refused", task_run=each.claim.task_run_id, error=brief(each_exc))
+                    _log.error("renewal refused", task_run=each.claim.task_run_id, error=first_line(each_exc))
         with self._lock:
             self._next_renewal = min(
                 (each.renewed_at + each.claim.lease / 3 for each in self._held if not each.finished),
@@ -245,7 +246,7 @@ class LeaseKeeper:
         try:
             self._tell(_PROGRESS, [list(column) for column in zip(*reports, strict=True)])
         except psycopg.Error as exc:
-            _log.warning("progress not recorded", count=len(reports), error=brief(exc))
+            _log.warning("progress not recorded", count=len(reports), error=first_line(exc))
         for each, progress in moved:
             each.reported = progress
 
@@ -254,4 +255,4 @@ class LeaseKeeper:
             self._tell(_ANNOUNCE, [self._worker, self._queues, capacity])
         except psycopg.Error as exc:
             # Presence only sizes the window; work goes on without it.
-            _log.warning("presence not announced", error=brief(exc))
+            _log.warning("presence not announced", error=first_line(exc))

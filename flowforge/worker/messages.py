@@ -19,10 +19,11 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.broker import ConsumeChannel, Delivery
+from flowforge.errors import first_line
 from flowforge.runner import crash_point
 from flowforge.worker.claim import CLAIM_TASK_RUNS
 from flowforge.worker.claiming import Claimer, Parts
-from flowforge.worker.session import Unanswered, brief
+from flowforge.worker.session import Unanswered
 
 _log = log.of("worker")
 
@@ -158,7 +159,7 @@ class MessageClaimer(Claimer):
         return True
 
     def _refused(self, message: _Message, exc: psycopg.Error) -> bool:
-        keys = {"task_run": message.task_run_id, "error": brief(exc)}
+        keys = {"task_run": message.task_run_id, "error": first_line(exc)}
         passing = db.is_transient(exc)
         if not passing and (exc.sqlstate or "")[:2] in ("WF", "22"):
             self.channel.reject([message.delivery])

@@ -9,6 +9,7 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.config import Config
+from flowforge.errors import first_line
 
 _log = log.of("worker")
 
@@ -78,10 +79,10 @@ class Session:
             self.close()
             if self.lost_since_answer == 0:
                 _log.warning(
-                    "database connection lost; trying again", connection=self.purpose, error=brief(exc)
+                    "database connection lost; trying again", connection=self.purpose, error=first_line(exc)
                 )
             self.lost_since_answer += 1
-            raise Unanswered(brief(exc), sent=sent) from exc
+            raise Unanswered(first_line(exc), sent=sent) from exc
         self._answered()
         self._backoff.reset()
         self.refused = False
@@ -143,8 +144,3 @@ class Session:
             # psycopg itself refused an argument; nothing was sent.
             return self._conn.broken
         return db.connection_useless(self._conn, exc)
-
-
-def brief(exc: BaseException) -> str:
-    """The first line of what `exc` says."""
-    return str(exc).strip().partition("\n")[0] or type(exc).__name__

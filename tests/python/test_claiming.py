@@ -1,0 +1,94 @@
+"""A claim whose outcome is not known is asked for again until the database has said what became of it."""
+
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from flowforge.worker.session import Session
+from tests.python.workbench import Bench, LossyProxy, Witness
+from tests.services.process import wait_until
+
+
+def hold_the_first_claim(bench: Bench) -> None:
+    """Let the first claim wait in the database, for longer than any lock time-out, until `let_it_commit`."""
+    bench.execute(
+        """
+        create sequence public.claims;
+        create table public.held as select 1;
+        grant usage on sequence public.claims to public;
+        grant select on public.held to public;
+        create function public.hold() returns trigger language plpgsql as $$
+            begin
+                if nextval('public.claims') = 1 then
+                    while exists (select from public.held) loop perform pg_sleep(0.01); end loop;
+                end if;
+                return new;
+            end $$;
+        create trigger hold before update on flowforge.task_run for each row
+            when (old.state = 'ready' and new.state = 'running') execute function public.hold();
+        """
+    )
+
+
+def let_it_commit(bench: Bench) -> None:
+    bench.execute("delete from public.held")
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The SQLSTATEs that claims were refused with."""
+    refused: list[str | None] = []
+    real = Session.call
+
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        try:
+            return real(self, query, params, **options)
+        except psycopg.Error as exc:
+            if "claim_" in query:
+                refused.append(exc.sqlstate)
+            raise
+
+    monkeypatch.setattr(Session, "call", call)
+    return refused
+
+
+@pytest.mark.parametrize("sqlstate", ["55P03", "42501"])
+def test_a_refused_repeat_gives_no_claim_up(
+    any_bench: Bench, proxy: LossyProxy, refusals: list[str | None], sqlstate: str
+) -> None:
+    """The connection breaks while the claim is under way in the database, and its repeat is refused, for the
+    very locks that the first one holds or for a privilege that is away. The first one commits afterwards:
+    what it claimed is executed by this worker, not left running until the lease ends."""
+    bench, witness = any_bench, Witness(lease=3600)
+    way = conninfo_to_dict(proxy.dsn)
+    login = make_conninfo(bench.db.create_login("flowforge_worker"), host=way["host"], port=way["port"])
+    bench.define(witness.workflow)
+    bench.never_redispatch()
+    runs = bench.trigger_many(witness.workflow, 4)
+    for run in runs:
+        bench.wait_state(run, "task", "ready")
+    hold_the_first_claim(bench)
+    revoked = "flowforge.claim_next, flowforge.claim_task_runs"
+    with bench.worker(witness.workflow, database_url=login, lock_timeout=0.2):
+        wait_until(
+            lambda: bench.one("select count(*) from pg_stat_activity where wait_event = 'PgSleep'") == 1,
+            "the claim to be under way",
+        )
+        if sqlstate == "42501":
+            bench.execute(f"revoke execute on function {revoked} from flowforge_worker")
+        with proxy.down():
+            pass
+        wait_until(lambda: sqlstate in refusals, "the repeat to be refused")
+        let_it_commit(bench)
+        if sqlstate == "42501":
+            wait_until(
+                lambda: bench.one("select count(*) from flowforge.task_run where state = 'running'") > 0,
+                "the first claim to commit",
+            )
+            bench.execute(f"grant execute on function {revoked} to flowforge_worker")
+        assert bench.wait_run(*runs) == ["succeeded"] * 4
+    assert sorted(task_run for task_run, _ in witness.executions) == sorted(
+        bench.task(run, "task")["task_run_id"] for run in runs
+    )
