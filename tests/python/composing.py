@@ -280,9 +280,10 @@ class Composition:
         for volume in service.get("volumes", []):
             if not volume["target"].startswith("/docker-entrypoint-initdb.d/"):
                 continue
+            source = Path(volume["source"])
             script = self._directory / "postgres" / Path(volume["target"]).name
-            script.write_text(self._translate("postgres", Path(volume["source"]).read_text()))
-            script.chmod(0o755)
+            script.write_text(self._translate("postgres", source.read_text()))
+            script.chmod(source.stat().st_mode)
             done = subprocess.run(
                 [script], env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE
             )

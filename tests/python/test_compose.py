@@ -2,14 +2,18 @@
 procedure that says so notices what can be wrong with it."""
 
 import copy
+import json
 import re
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click
 import pytest
+import yaml
 
+from flowforge.cli import cli
 from tests.python.composing import (
     BIN,
     CHECKOUT,
@@ -244,3 +248,40 @@ def test_secrets_stay_out_of_the_repository_and_of_the_image() -> None:
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (CHECKOUT / "Dockerfile").read_text(), re.MULTILINE)
     names = {name for line in copied for name in line.split()}
     assert {f"!{name}" for name in names} == {each for each in wanted if each.startswith("!")}
+
+
+def test_the_overrides_and_commands_of_the_guide_fit_the_file(tmp_path: Path) -> None:
+    """Compose merges each override; each command names a service and, for ours, a command that exist."""
+    guide = (CHECKOUT / "docs/deploying.md").read_text()
+    overrides = re.findall(r"^```yaml\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    assert len(overrides) == 2
+    for text in overrides:
+        file = tmp_path / "compose.override.yaml"
+        file.write_text(text)
+        done = compose("--file", CHECKOUT / "compose.yaml", "--file", file, "config", "--format", "json")
+        assert not done.returncode, done.stderr
+        services = json.loads(done.stdout)["services"]
+        for name in ("define", "worker"):
+            mine = services[name]
+            assert mine["environment"].get("PYTHONPATH") == "/workflows" or mine["image"] == "shop"
+            assert mine["environment"]["PGSERVICEFILE"], "what is there already stays"
+    commands = cli.list_commands(click.Context(cli))
+    workflow = (CHECKOUT / ".github/workflows/test.yml").read_text()
+    for text in (guide, workflow):
+        found = re.findall(r"docker compose (run|exec)(?: --rm| -T)* (\w+)(?: (\w+))?", text)
+        assert {verb for verb, _, _ in found} == {"run", "exec"}
+        for verb, service, argument in found:
+            assert service in DOCUMENT["services"], service
+            if verb == "run" and argument:
+                assert argument in commands, argument
+    for name, image in re.findall(r"--scale (\w+)=|docker compose build (\w+)", guide + workflow):
+        assert (name or image) in DOCUMENT["services"]
+
+
+def test_ci_runs_both_pythons_and_real_containers() -> None:
+    jobs = yaml.safe_load((CHECKOUT / ".github/workflows/test.yml").read_text())["jobs"]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
+    steps = {job: "\n".join(step.get("run", "") for step in jobs[job]["steps"]) for job in jobs}
+    assert "./dev test" in steps["test"]
+    order = ["deploy/secrets.sh", "docker compose up", "--wait", "run --rm -T client trigger", "--wait"]
+    assert re.search(".*".join(map(re.escape, order)), steps["compose"], re.DOTALL)

@@ -13,7 +13,7 @@ from tests.python.cluster import PROGRAM, Cluster, Process
 from tests.python.shell import Shell
 from tests.services.database import Database
 from tests.services.process import wait_until
-from tests.services.rabbitmq import RabbitServer
+from tests.services.rabbitmq import Broker, RabbitServer
 
 
 def health(cluster: Cluster, process: Process, *options: str) -> tuple[int, str]:
@@ -41,20 +41,27 @@ def until(cluster: Cluster, processes: list[Process], code: int, text: str, *opt
         )
 
 
-def test_all_daemons_tell_of_the_database_and_the_broker(
+def test_the_broker_is_told_of(
     db: Database, rabbit_server: RabbitServer, amqp_namespace: str, tmp_path: Path
 ) -> None:
-    """Well once started; not while what they need is away; well again after it is back."""
+    """By those who need it: not while it is away, and again when it is back."""
     with Cluster(db, tmp_path, rabbit_server, amqp_namespace) as cluster:
         scheduler, publisher, worker = everyone = cluster.daemons(workers=1)
         until(cluster, everyone, 0, ": ok, last tick")
-
         rabbit_server.stop()
         until(cluster, [publisher, worker], 1, ": no broker")
         until(cluster, [scheduler], 0, "scheduler: ok")
         rabbit_server.start()
         until(cluster, everyone, 0, ": ok")
 
+
+def test_the_database_is_told_of(db: Database, rabbit: Broker, amqp_namespace: str, tmp_path: Path) -> None:
+    """By all; a worker asks it twice a minute where RabbitMQ brings the work, and here all the time."""
+    with Cluster(db, tmp_path) as cluster:
+        everyone = cluster.daemons(workers=1)
+        settings = {"FLOWFORGE_AMQP_URL": rabbit.url, "FLOWFORGE_NAMESPACE": amqp_namespace}
+        everyone += cluster.start("publisher", **settings)
+        until(cluster, everyone, 0, ": ok, last tick")
         db.server.stop()
         until(cluster, everyone, 1, ": no database")
         db.server.start()
