@@ -6,17 +6,27 @@ A notification is a hint and nothing more: whoever waits also looks by itself ev
 
 from __future__ import annotations
 
+import math
 import random
 import select
 import socket
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from threading import Event, Thread
 
 import psycopg
 from psycopg import sql
 
 from flowforge import db, log
+
+
+def readable(seconds: float | None, *filenos: int) -> set[int]:
+    """Wait until one of these descriptors can be read or has an error to tell, at most `seconds`; those that
+    do. Unlike select.select it knows no largest descriptor: a program may have thousands open."""
+    poll = select.poll()
+    for each in filenos:
+        poll.register(each, select.POLLIN)
+    return {each for each, _ in poll.poll(None if seconds is None else math.ceil(max(seconds, 0.0) * 1000))}
 
 
 class Waker:
@@ -39,7 +49,7 @@ class Waker:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait until set, at most `seconds`; whether it was set. The flag stays set."""
-        return bool(select.select([self._reader], [], [], seconds)[0])
+        return bool(readable(seconds, self.fileno()))
 
     def clear(self) -> None:
         """Unset the flag."""
@@ -59,7 +69,7 @@ class Waker:
 SELF_TEST_SECONDS = 2.0
 
 
-def hears(conn: db.Connection, connect: Callable[[], db.Connection]) -> bool:
+def hears(conn: db.Connection, connect: Callable[[], AbstractContextManager[db.Connection]]) -> bool:
     """Whether notifications reach `conn`, told by sending one on a channel that nobody else uses. `connect`
     makes a second connection of the same kind."""
     channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
@@ -138,6 +148,10 @@ class Listener(Thread):
                     self._log.warning("listening connection lost; reconnecting", error=type(exc).__name__)
                 lost = True
                 self._ending.wait(backoff.next())
+            except Exception:  # noqa: BLE001 -- without this thread nothing would wake its daemon any more
+                self._log.exception("unforeseen error of the listener; starting anew")
+                lost = True
+                self._ending.wait(backoff.next())
             finally:
                 self.listening.clear()
 
@@ -157,7 +171,7 @@ class Listener(Thread):
         """Call `wake` for what arrives, until asked to stop; a lost connection raises."""
         stop, notes = self._ending.fileno(), conn.fileno()
         while True:
-            ready, _, _ = select.select([stop, notes], [], [], self._check_every)
+            ready = readable(self._check_every, stop, notes)
             if stop in ready:
                 return
             with db.guard(conn, self._check_timeout):

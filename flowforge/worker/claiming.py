@@ -9,7 +9,6 @@ message is acknowledged when its claim was decided, won or lost, and not before.
 from __future__ import annotations
 
 import random
-import select
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,7 +22,7 @@ import psycopg
 from flowforge import db, log
 from flowforge.config import Config
 from flowforge.errors import first_line
-from flowforge.listen import Waker, hears
+from flowforge.listen import Waker, hears, readable
 from flowforge.runner import crash_point
 from flowforge.worker.claim import CLAIM_NEXT, Answer, Claim, answers
 from flowforge.worker.execution import Execution, Release
@@ -242,7 +241,7 @@ class QueueClaimer(Claimer):
         if self._forget_notifications():
             return
         try:
-            select.select([conn.fileno(), self.waker.fileno()], [], [], seconds)
+            readable(seconds, conn.fileno(), self.waker.fileno())
         except (psycopg.Error, OSError):
             self.session.close()
         self._forget_notifications()
