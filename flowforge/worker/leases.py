@@ -2,7 +2,8 @@
 
 A lease is renewed from the claim's answer until the finish is answered, by task run and token: a claim whose
 answer was lost is renewed by nobody. The same thread reports progress and presence, which may wait, and must
-not make a lease wait: no call takes longer than a third of the shortest lease that is held.
+not make a lease wait: no call takes longer than a third of the shortest lease that is held, and between two
+tries while the database is away lies no more than a tenth.
 """
 
 from __future__ import annotations
@@ -121,10 +122,12 @@ class LeaseKeeper:
     def _main(self) -> None:
         try:
             while not self._closing:
-                retry_at, wait = self._turn(), 0.0
+                pause, ended, wait = self._turn(), time.monotonic(), 0.0
                 while wait >= 0 and not self._closing:
                     self._wait(wait)
                     due = min(self._next_renewal, self._next_progress, self._next_announcement)
+                    # Asked anew each time: what was claimed since may have a shorter lease.
+                    retry_at = ended + min(pause, self._shortest() / 10)
                     wait = max(due, retry_at) - time.monotonic()
             if self._session.healthy:
                 self._announce(0)
@@ -147,7 +150,7 @@ class LeaseKeeper:
                 execution = self._calls.get_nowait()
 
     def _turn(self) -> float:
-        """Do what is due; until when to wait at least, after a failure."""
+        """Do what is due; after a failure the seconds to wait before the next try, as far as leases allow."""
         try:
             now = time.monotonic()
             if now >= self._next_renewal:
@@ -158,7 +161,7 @@ class LeaseKeeper:
                 self._next_announcement = now + ANNOUNCE_INTERVAL
                 self._announce(self._capacity)
         except Unanswered:
-            return time.monotonic() + self._session.pause()
+            return self._session.pause()
         return 0.0
 
     def _renew(self, now: float) -> None:
@@ -194,9 +197,12 @@ class LeaseKeeper:
 
     def _limit(self) -> float:
         """Seconds that a call may take, so that the next renewal comes in time."""
+        return min(self._shortest() / 3, CALL_LIMIT)
+
+    def _shortest(self) -> float:
+        """Seconds of the shortest lease that is held."""
         with self._lock:
-            shortest = min((each.claim.lease for each in self._held), default=self._lease)
-        return min(shortest / 3, CALL_LIMIT)
+            return min((each.claim.lease for each in self._held), default=self._lease)
 
     def _tell(self, query: str, arguments: Sequence[Any]) -> None:
         """A call that may be refused for a lock that others hold, rather than take the connection with it."""

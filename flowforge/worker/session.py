@@ -63,12 +63,12 @@ class Session:
         lock_timeout: float | None = None,
     ) -> list[tuple[Any, ...]]:
         """Run one statement as its own transaction; its rows. `limit`: seconds after which the connection
-        counts as lost; `lock_timeout`: seconds, the configured one unless given.
+        counts as lost, and that a new one may take; `lock_timeout`: seconds, the configured one unless given.
 
         Raises Unanswered, or psycopg.Error for a definite refusal, which changed nothing.
         """
         try:
-            conn = self._connected()
+            conn = self._connected(limit)
             with db.guard(conn, limit) as self._shorten:
                 rows = db.call(conn, query, params, lock_timeout=lock_timeout or self._config.lock_timeout)
         except (psycopg.Error, OSError) as exc:
@@ -93,12 +93,13 @@ class Session:
             _log.info("database answers again", connection=self.purpose)
             self.lost_since_answer = 0
 
-    def connect(self) -> db.Connection:
-        """Another connection of the same kind, the caller's to close."""
+    def connect(self, limit: float = CALL_LIMIT) -> db.Connection:
+        """Another connection of the same kind, the caller's to close, made within `limit` seconds or the
+        configured time-out (at least the two seconds that libpq gives)."""
         return db.connect(
             self._config.database_url,
             application_name=f"flowforge worker {self.purpose}",
-            connect_timeout=self._config.connect_timeout,
+            connect_timeout=min(self._config.connect_timeout, max(2, int(limit))),
             prepared_statements=self._config.prepared_statements,
         )
 
@@ -126,13 +127,18 @@ class Session:
             self._conn.close()
             self._conn = None
 
-    def _connected(self) -> db.Connection:
+    def _connected(self, limit: float) -> db.Connection:
         if self._conn is None:
-            self._conn = conn = self.connect()
-            self._cutoff = db.Cutoff(conn)
-            if self._on_connect is not None:
-                with db.guard(conn, CALL_LIMIT):
-                    self._on_connect(conn)
+            self._conn = conn = self.connect(limit)
+            try:
+                self._cutoff = db.Cutoff(conn)
+                if self._on_connect is not None:
+                    with db.guard(conn, CALL_LIMIT):
+                        self._on_connect(conn)
+            except BaseException:
+                # Kept half prepared, it would stay so: it would never LISTEN.
+                self.close()
+                raise
         return self._conn
 
     def _is_lost(self, exc: Exception) -> bool:
