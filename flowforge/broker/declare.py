@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pika.exceptions
 
-from flowforge.broker.connection import Client, Steps, unusable
+from flowforge.broker.connection import Client, Names, Steps, unusable
 from flowforge.config import Config
 from flowforge.db import Backoff
 from flowforge.errors import BrokerError, BrokerForbidden, BrokerMisconfigured, BrokerUnavailable
@@ -78,14 +78,14 @@ class Declaring(Client):
         try:
             yield from self._declare_shared(channel)
         except pika.exceptions.ChannelClosedByBroker as exc:
-            if isinstance(error := _refusal(exc), BrokerMisconfigured):
+            if isinstance(error := refusal(exc), BrokerMisconfigured):
                 raise error from exc
             raise
         for queue in sorted(queues):
             try:
                 channel = yield from self._declare_queue(channel, queue)
             except pika.exceptions.ChannelClosedByBroker as exc:
-                self._is_wrong(queue, _refusal(exc))
+                self._is_wrong(queue, refusal(exc))
                 channel = yield from self._channel()
             except pika.exceptions.ConnectionClosedByBroker as exc:
                 # 320: it would have been closed anyway. Others may pass, as while a queue is being deleted.
@@ -106,7 +106,7 @@ class Declaring(Client):
             yield from self._ask(
                 channel, "exchange_declare", exchange=exchange, exchange_type=kind, durable=True
             )
-        arguments = {"x-queue-type": self._config.queue_type}
+        arguments = queue_arguments(self._config, names.dead)
         yield from self._ask(channel, "queue_declare", queue=names.dead, durable=True, arguments=arguments)
         yield from self._ask(channel, "queue_bind", queue=names.dead, exchange=names.dead, routing_key="")
 
@@ -124,7 +124,7 @@ class Declaring(Client):
         else:
             if queue in self._declared:
                 return channel  # a look costs one question for each queue
-        arguments = {"x-queue-type": self._config.queue_type, "x-dead-letter-exchange": self._names.dead}
+        arguments = queue_arguments(self._config, name)
         yield from self._ask(channel, "queue_declare", queue=name, durable=True, arguments=arguments)
         yield from self._ask(
             channel, "queue_bind", queue=name, exchange=self._names.exchange, routing_key=queue
@@ -160,7 +160,14 @@ class Declaring(Client):
             self._spawn(self._declare(set(self._queues)))
 
 
-def _refusal(exc: pika.exceptions.ChannelClosedByBroker) -> BrokerError:
+def queue_arguments(config: Config, name: str) -> dict[str, str]:
+    """What the queue of this name on the broker, perhaps the dead-letter queue, is declared with."""
+    names = Names(config.namespace)
+    arguments = {"x-queue-type": config.queue_type}
+    return arguments if name == names.dead else arguments | {"x-dead-letter-exchange": names.dead}
+
+
+def refusal(exc: pika.exceptions.ChannelClosedByBroker) -> BrokerError:
     """The broker's refusal of a declaration, naming what it is about, and both values where it tells them.
     Only other arguments are there to stay: a permission can be granted, a node that is down comes back."""
     if exc.reply_code != 406:

@@ -34,6 +34,7 @@ _COMMANDS = {
     "resume": "operate",
     "redispatch": "operate",
     "prune": "operate",
+    "doctor": "doctor",
     "config": "settings",
     "migrate": "daemons",
     "scheduler": "daemons",

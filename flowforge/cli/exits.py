@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 # The daemons themselves end with the codes 0, 1, 3 to 8 and 130 of `flowforge.runner`.
 EXITS = {
     EXIT_OK: "done; of a run that was waited for: it succeeded",
-    EXIT_FAILED: "the run failed or was cancelled, nothing was found, or something unforeseen",
+    EXIT_FAILED: "the run failed or was cancelled, nothing or a problem was found, or something unforeseen",
     EXIT_USAGE: "wrong use: an unknown option, or a request that is not allowed as it is",
     EXIT_CONFIG: "a setting is missing or wrong",
     EXIT_DATABASE: "the database cannot be reached, started, or refuses",

@@ -34,6 +34,7 @@ LAYERS = {
     "scheduler": 5,
     "publisher": 5,
     "up": 6,
+    "doctor": 6,
     "demo": 7,
     "cli": 8,
     "__main__": 9,

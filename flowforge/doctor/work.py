@@ -1,0 +1,170 @@
+"""The checks of the engine: whether its daemons live and keep up, and what is stuck."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from flowforge.doctor.setup import Check, Setup, Verdict, length, ok, problem, skipped, some, warning
+
+_SILENT_SCHEDULER = 30.0  # seconds; the longest pace of reaping that can be set is 10
+_LAG = 15.0  # seconds
+_MANY = 1000  # beyond which nothing is counted exactly
+
+
+def _scheduler_is_silent(setup: Setup) -> bool:
+    age = setup.figure("reaper_seconds")
+    return age is None or age > _SILENT_SCHEDULER
+
+
+def _scheduler(setup: Setup) -> Verdict:
+    age, active = setup.figure("reaper_seconds"), setup.count("active_runs")
+    start = f"start one: {setup.command('scheduler')}"
+    if _scheduler_is_silent(setup):
+        what = "none has ever run here" if age is None else f"none has been at work for {length(age)}"
+        if active:
+            return problem(f"{what}, and {active} {'run waits' if active == 1 else 'runs wait'}", start)
+        return warning(what, start)
+    ((lag,),) = setup.rows(
+        "select extract(epoch from max(oldest_eligible_age))::float8 from flowforge.queue_status "
+        "where paused_at is null and dispatched < window_size"
+    )
+    if lag is not None and lag > _LAG:
+        return warning(
+            f"what can be dispatched has waited for {length(lag)}",
+            "look at the log and the health file of the scheduler; start a second one if it is busy",
+        )
+    return ok(f"at work {length(age or 0)} ago")
+
+
+def _publisher(setup: Setup) -> Verdict:
+    if not setup.config.uses_broker:
+        return skipped("no broker is configured")
+    lag, waiting = setup.figure("oldest_unpublished_seconds"), setup.count("unpublished")
+    # The name is the publisher's own; a pooler may hide it, so alone it is no more than a hint.
+    present = setup.rows(
+        "select from pg_stat_activity where datname = current_database() "
+        "and application_name like 'flowforge publisher%' limit 1"
+    )
+    start = f"start one: {setup.command('publisher')}"
+    if lag is not None and lag > _LAG:
+        detail = f"{waiting} to be published, the oldest for {length(lag)}"
+        if not present:
+            return problem(f"none is connected; {detail}", start)
+        return problem(detail, "look at the log and the health file of the publisher, and at the broker")
+    if not present:
+        return warning("none is connected", start)
+    return ok(f"connected; {waiting} to be published")
+
+
+def _orders(setup: Setup) -> Verdict:
+    parked, refused = setup.count("parked"), setup.count("refused")
+    if parked:
+        return problem(
+            f"{parked} can never be published",
+            f"a scheduler fails their task runs ({setup.command('scheduler')}), and the reasons are then "
+            f"in {setup.command('runs --state failed')}",
+        )
+    if refused:
+        return warning(
+            f"{refused} refused by the broker at least once; they are tried again",
+            "look at the findings about the broker, and at the log of the publisher",
+        )
+    return ok("none is parked or refused")
+
+
+def _paused(setup: Setup) -> Verdict:
+    found = setup.rows(
+        "select queue, eligible from flowforge.queue_status where paused_at is not null "
+        "order by eligible desc, queue"
+    )
+    if not found:
+        return ok("none")
+    shown = some(f"{queue} ({waiting} waiting)" for queue, waiting in found)
+    return warning(shown, _commands(setup, "resume", (queue for queue, _ in found)))
+
+
+def _commands(setup: Setup, command: str, names: Iterable[str]) -> str:
+    return "; ".join(setup.command(f"{command} {shlex.quote(name)}") for name in names)
+
+
+def _workers(setup: Setup) -> Verdict:
+    found = [
+        queue
+        for (queue,) in setup.rows(
+            "select queue from flowforge.queue_status where capacity = 0 "
+            "and (dispatched > 0 or eligible > 0 and paused_at is null) order by queue"
+        )
+    ]
+    alive = setup.count("workers")
+    if found:
+        options = " ".join(f"--queue {shlex.quote(queue)}" for queue in found)
+        return problem(
+            f"work waits in {some(found)}, which no live worker has announced that it serves",
+            f"start one that has the handlers: {setup.command(f'worker MODULE {options}')}",
+        )
+    return ok(f"{alive} alive" if alive else "none is alive, and nothing waits for one")
+
+
+def _leases(setup: Setup) -> Verdict:
+    expired = setup.count("expired_leases")
+    silent = setup.rows(
+        "select worker, running from flowforge.worker_status where not alive and running > 0 order by worker"
+    )
+    if expired and _scheduler_is_silent(setup):
+        return problem(
+            f"{expired} have run out, and there is no scheduler to take the work back",
+            f"start one: {setup.command('scheduler')}",
+        )
+    if silent:
+        return warning(
+            f"held by silent workers: {some(f'{running} by {name}' for name, running in silent)}",
+            "see whether they live; what they hold is offered again when the leases run out",
+        )
+    if expired:
+        return warning(f"{expired} have run out", "wait a moment: the scheduler takes the work back")
+    return ok(f"{setup.count('running')} held, none by a lost worker")
+
+
+def _dead_letters(setup: Setup) -> Verdict:
+    ((count,),) = setup.rows("select count(*) from (select from flowforge.dead_letters limit %s) d", _MANY)
+    if not count:
+        return ok("no task run has failed for good")
+    number = f"{count} or more" if count == _MANY else count
+    return warning(
+        f"task runs that failed for good: {number}",
+        f"look at their runs ({setup.command('runs --state failed')}), then retry or prune those",
+    )
+
+
+def _invariants(setup: Setup) -> Verdict:
+    found = setup.rows("select rule, run_id, detail from flowforge.violations() limit %s", _MANY)
+    if not found:
+        return ok("none is broken")
+    runs = sorted({run for _, run, _ in found})
+    kinds = {rule.partition(" ")[0] for rule, _, _ in found}
+    remedies = []
+    if kinds - {"G4"}:
+        for run in runs[:3]:
+            remedies += [
+                setup.command(f"cancel {run}"),
+                setup.command(f"watch {run}"),
+                setup.command(f"retry {run}"),
+            ]
+    if "G4" in kinds:
+        waiting = setup.rows("select queue from flowforge.queue_status where dispatched > 0 order by queue")
+        remedies.append(_commands(setup, "redispatch", (queue for (queue,) in waiting)))
+    shown = some(f"{rule} in run {run}: {detail}" for rule, run, detail in found)
+    return problem(shown, f"{'; '.join(remedies)}; and report how it came to this")
+
+
+CHECKS: tuple[Check, ...] = (
+    ("scheduler", ("database", "views"), _scheduler),
+    ("publisher", ("database", "views"), _publisher),
+    ("orders", ("database", "views"), _orders),
+    ("paused queues", ("database", "views"), _paused),
+    ("workers", ("database", "views"), _workers),
+    ("leases", ("database", "views"), _leases),
+    ("dead letters", ("database", "views"), _dead_letters),
+    ("invariants", ("database", "operator"), _invariants),
+)
