@@ -15,21 +15,26 @@ from tests.python.workbench import Bench, Gate, Witness
 from tests.services.process import wait_until
 
 
-def test_a_task_much_longer_than_its_lease_runs_once(bench: Bench) -> None:
+def wait_renewals(bench: Bench, run: int, task: str) -> None:
+    """Until the lease was renewed four times, which takes longer than it lasts."""
+    seen: set[str | None] = set()
+
+    def moved() -> bool:
+        seen.add(bench.task(run, task)["lease_expires_at"])
+        return len(seen - {None}) > 4
+
+    wait_until(moved, "renewals")
+
+
+def test_a_task_longer_than_its_lease_runs_once(bench: Bench) -> None:
     """The lease is renewed, at a third of its own length and not of the worker's, while the reaper looks
     on."""
-    witness = Witness(lease=1).closed()
+    witness = Witness(lease=3).closed()
     bench.define(witness.workflow)
     run = bench.trigger(witness.workflow)
     with bench.worker(witness.workflow, lease=600):
         witness.gate.await_arrivals(1)
-        seen: set[str] = set()
-
-        def moved() -> bool:
-            seen.add(bench.task(run, "task")["lease_expires_at"])
-            return len(seen) > 6
-
-        wait_until(moved, "renewals")
+        wait_renewals(bench, run, "task")
         witness.gate.open()
         assert bench.wait_run(run) == ["succeeded"]
     assert witness.executions == [(bench.task(run, "task")["task_run_id"], 1)]
@@ -37,17 +42,14 @@ def test_a_task_much_longer_than_its_lease_runs_once(bench: Bench) -> None:
 
 
 def test_a_short_lease_is_renewed_in_time_among_long_ones(bench: Bench) -> None:
-    long, short = Witness("long", lease=600).closed(), Witness("short", lease=0.6).closed()
+    long, short = Witness("long", lease=600).closed(), Witness("short", lease=3).closed()
     for each in (long, short):
         bench.define(each.workflow)
     runs = [bench.trigger(each.workflow) for each in (long, short)]
     with bench.worker(long.workflow, short.workflow):
         long.gate.await_arrivals(1)
         short.gate.await_arrivals(1)
-        first = bench.task(runs[1], "task")["lease_expires_at"]
-        wait_until(
-            lambda: bench.one("select clock_timestamp() > %s::timestamptz + '2 s'", first), "three leases"
-        )
+        wait_renewals(bench, runs[1], "task")
         for each in (long, short):
             each.gate.open()
         assert bench.wait_run(*runs) == ["succeeded", "succeeded"]
@@ -58,7 +60,7 @@ def test_a_lost_lease_stops_the_handler_and_its_result_is_not_sent(bench: Bench)
     workflow = Workflow("w")
     gate, stopped = Gate(), []
 
-    @workflow.task(lease=1)
+    @workflow.task(lease=3)
     def cooperative(ctx: Context) -> str:
         if ctx.fencing_token == 1:
             try:
@@ -105,27 +107,26 @@ def test_cancel_reaches_running_handlers_by_renewal(any_bench: Bench) -> None:
     workflow = Workflow("w")
     gate = Gate()
 
-    @workflow.task(lease=1)
+    @workflow.task(lease=3)
     def looking(ctx: Context) -> None:
         gate.wait(until=ctx.check_cancelled)
 
-    @workflow.task(lease=1)
+    @workflow.task(lease=3)
     async def waiting(ctx: Context) -> None:
-        gate.arrivals += 1
+        gate.arrive()
         await asyncio.Event().wait()
 
-    @workflow.task(lease=1)
+    @workflow.task(lease=3)
     def finishing(ctx: Context) -> str:
+        gate.arrive()
         while not ctx.cancelled:
-            gate.arrivals = max(gate.arrivals, 1)
             threading.Event().wait(0.01)
         return "done all the same"
 
     any_bench.define(workflow)
     run = any_bench.trigger(workflow)
     with any_bench.worker(workflow):
-        for name in ("looking", "waiting", "finishing"):
-            any_bench.wait_state(run, name, "running")
+        gate.await_arrivals(3)
         any_bench.execute("select flowforge.cancel_run(%s, 'enough')", run)
         assert any_bench.wait_run(run) == ["cancelled"]
     assert any_bench.task(run, "looking")["state"] == "cancelled"
@@ -136,7 +137,8 @@ def test_cancel_reaches_running_handlers_by_renewal(any_bench: Bench) -> None:
 def test_time_limit_is_an_attempt_like_any_other(any_bench: Bench) -> None:
     workflow = Workflow("w")
 
-    @workflow.task(time_limit=0.5, retry=Retry(max_attempts=2, delay=0))
+    # More than two attempts, since a later one may come to its end too late as well.
+    @workflow.task(time_limit=0.5, retry=Retry(max_attempts=20, delay=0))
     def busy(ctx: Context) -> int:
         while ctx.attempt == 1:
             ctx.check_cancelled()
@@ -146,8 +148,8 @@ def test_time_limit_is_an_attempt_like_any_other(any_bench: Bench) -> None:
     run = any_bench.trigger(workflow)
     with any_bench.worker(workflow):
         assert any_bench.wait_run(run) == ["succeeded"]
-    assert any_bench.task(run, "busy")["output"] == 2
-    assert any_bench.one("select error from flowforge.attempt") == "time limit of 0.5 s exceeded"
+    assert any_bench.task(run, "busy")["output"] >= 2
+    assert set(any_bench.all("select error from flowforge.attempt")) == {("time limit of 0.5 s exceeded",)}
 
 
 @pytest.mark.parametrize("table", ["worker", "progress"])
@@ -157,7 +159,7 @@ def test_nothing_that_may_wait_makes_a_lease_wait(bench: Bench, table: str) -> N
     workflow = Workflow("w")
     gate, tokens = Gate(), []
 
-    @workflow.task(lease=1.5)
+    @workflow.task(lease=3)
     def short(ctx: Context) -> None:
         tokens.append(ctx.fencing_token)
         ctx.progress(0.5)
@@ -179,10 +181,7 @@ def test_nothing_that_may_wait_makes_a_lease_wait(bench: Bench, table: str) -> N
         with bench.worker(workflow, lock_timeout=60, lease=600):
             wait_until(waits, "the call, waiting")
             gate.await_arrivals()
-            first = bench.task(run, "short")["lease_expires_at"]
-            wait_until(
-                lambda: bench.one("select clock_timestamp() > %s::timestamptz + '3 s'", first), "two leases"
-            )
+            wait_renewals(bench, run, "short")
             blocker.execute("rollback")
             gate.open()
             assert bench.wait_run(run) == ["succeeded"]
@@ -194,7 +193,7 @@ def test_renewal_tells_that_the_time_limit_is_not_over(bench: Bench) -> None:
     so each renewal tells more."""
     workflow = Workflow("w")
 
-    @workflow.task(lease=1, time_limit=1000)
+    @workflow.task(lease=3, time_limit=1000)
     def doubting(ctx: Context) -> None:
         ctx._execution.deadline = time.monotonic() - 1
         wait_until(lambda: (ctx.time_left() or 0) > 0, "time left")
@@ -226,7 +225,7 @@ def test_busy_handlers_past_their_time_limit_hold_up_nobody(bench: Bench) -> Non
     for each in (busy, quick):
         bench.define(each)
     runs = bench.trigger_many(busy, 200)
-    with bench.worker(busy, quick, lease=1, concurrency=8) as worker:
+    with bench.worker(busy, quick, lease=30, concurrency=8) as worker:
         assert set(bench.wait_run(*runs)) == {"failed"}
         run = bench.trigger(quick)
         assert bench.wait_run(run) == ["succeeded"]
@@ -245,7 +244,7 @@ def test_progress_raises_once_the_time_is_over(bench: Bench) -> None:
     caught: list[BaseException] = []
     gate = Gate()
 
-    @workflow.task(time_limit=0.3)
+    @workflow.task(time_limit=1)
     def late(ctx: Context) -> None:
         try:
             while True:
@@ -254,7 +253,7 @@ def test_progress_raises_once_the_time_is_over(bench: Bench) -> None:
             caught.append(exc)
             raise
 
-    @workflow.task(lease=1)
+    @workflow.task(lease=3)
     def cancelled(ctx: Context) -> str:
         gate.wait(until=lambda: gate.open() if ctx.cancelled else None)
         ctx.progress(1.0)
