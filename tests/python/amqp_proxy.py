@@ -34,7 +34,9 @@ class AmqpProxy:
 
     `confirms` is what the broker confirmed so far, noted before the publisher could know. A message whose
     type, or a declaration of a queue whose name, is in `closures` does not reach the broker: its channel, or
-    from code 500 on or 320 its connection, is closed with that reply code and text."""
+    from code 500 on or 320 its connection, is closed with that reply code and text. After a message whose
+    routing key is in `silent` nothing more is confirmed on its channel, as by a quorum queue without a
+    leader."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -46,6 +48,7 @@ class AmqpProxy:
         self.url = urlunsplit(parts._replace(netloc=place))
         self.confirms: list[Confirm] = []
         self.closures: dict[str, tuple[int, str]] = {}
+        self.silent: set[str] = set()
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
 
@@ -106,6 +109,7 @@ class _Link:
         # Channels that the proxy closed, until the client and until the broker has agreed.
         self._closed_to_client: set[int] = set()
         self._closed_to_server: set[int] = set()
+        self._silenced: set[int] = set()
         self._lock = threading.Lock()
 
     def run(self, forward: Any) -> None:
@@ -127,6 +131,8 @@ class _Link:
                 self._close(channel, *self._proxy.closures[queue])
             elif isinstance(method, spec.Basic.Publish):
                 held[channel] = data
+                if method.routing_key in self._proxy.silent:
+                    self._silenced.add(channel)
             elif isinstance(value, frame.Header) and channel in held:
                 if (closure := self._proxy.closures.get(str(value.properties.type))) is not None:
                     del held[channel]
@@ -162,6 +168,8 @@ class _Link:
                     self._closed_to_server.discard(channel)
                 continue
             if isinstance(method, spec.Basic.Ack | spec.Basic.Nack):
+                if channel in self._silenced:
+                    continue
                 self._decided(channel, method)
             elif isinstance(method, spec.Basic.Return):
                 returning.add(channel)
