@@ -118,11 +118,11 @@ class Listener(Thread):
         self._ending = Waker()
 
     def close(self) -> None:
-        """End the thread; returns when it has ended (at the latest after the time-out of a connection
-        attempt)."""
+        """End the thread. Returns when it has ended, or after a second: an attempt to connect takes its time,
+        and does nothing more when it is over."""
         self._ending.set()
         if self.is_alive():
-            self.join()
+            self.join(1)
 
     def run(self) -> None:
         backoff, tested, lost = db.Backoff(), False, False

@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -71,23 +72,25 @@ class Stop:
     now."""
 
     def __init__(self) -> None:
-        self._count = 0
+        # One entry for each request. To count is to read and then write, and a second request may come in
+        # between, from another thread or from a signal handler, which no lock may keep waiting.
+        self._requests: list[None] = []
         self._flag = Waker()
         self._callbacks: list[Callable[[], None]] = []
 
     @property
     def requested(self) -> bool:
         """Whether to take nothing new."""
-        return self._count > 0
+        return len(self._requests) > 0
 
     @property
     def immediate(self) -> bool:
         """Whether to stop now, finished or not."""
-        return self._count > 1
+        return len(self._requests) > 1
 
     def request(self) -> None:
         """Ask to stop. Safe from any thread and from signal handlers."""
-        self._count += 1
+        self._requests.append(None)
         self._flag.set()
         for callback in self._callbacks:
             callback()
@@ -136,7 +139,7 @@ class Health:
     def __init__(self, daemon: str, path: str | os.PathLike[str] | None = None) -> None:
         self._lock = threading.Lock()
         self._path = Path(path) if path else None
-        self._written = 0.0
+        self._written_at = float("-inf")  # by time.monotonic(): nobody sets that clock
         self._state: dict[str, Any] = {
             "daemon": daemon,
             "pid": os.getpid(),
@@ -168,7 +171,7 @@ class Health:
 
     def beat(self, *, force: bool = False) -> None:
         """Write the file if it is older than a second. Call it every few seconds while alive."""
-        if time.time() - self._written >= 1 or force:
+        if time.monotonic() - self._written_at >= 1 or force:
             # A full disk is no reason to stop working; whoever reads the file sees that it has grown old.
             with suppress(OSError):
                 self._write()
@@ -177,15 +180,21 @@ class Health:
         if self._path is None:
             return
         with self._lock:
-            self._written = time.time()
+            self._written_at = time.monotonic()
             draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            draft.write_text(json.dumps(self._state | {"written": self._written}))
+            draft.write_text(json.dumps(self._state | {"written": time.time()}))
             draft.replace(self._path)
+
+
+_CLOCK_SLEW = 2.0  # seconds that a clock may be set back by as a matter of course
 
 
 def read_health(path: str | os.PathLike[str], max_age: float = 30.0) -> tuple[bool, str]:
     """Whether the daemon that writes `path` is well, and one line saying how it is. It is well when it
-    reported within `max_age` seconds that its state is ok."""
+    reported within `max_age` seconds that its state is ok.
+
+    A report from the future was made before the clock was set back: it says nothing of how old it is, and a
+    daemon that is alive replaces it within seconds."""
     try:
         found = json.loads(Path(path).read_text())
         age = time.time() - found["written"]
@@ -194,6 +203,8 @@ def read_health(path: str | os.PathLike[str], max_age: float = 30.0) -> tuple[bo
             line += f", last tick {time.time() - found['last_tick']:.0f} s ago"
     except (OSError, ValueError, KeyError, TypeError):
         return False, f"no health report in {path}"
+    if age < -_CLOCK_SLEW:
+        return False, f"{line}; the clock was set back by {-age:.0f} s since"
     if age > max_age:
         return False, f"{line}; silent for {age:.0f} s"
     return found["state"] == "ok", line
@@ -252,11 +263,32 @@ def check_start(conn: db.Connection, functions: Iterable[str], role: str) -> Non
     check_schema(conn)
 
 
-def connect(config: Config, daemon: str) -> db.Connection:
-    """A connection of `daemon` as the configuration says; errors of this project's own tree.
+def connect(config: Config, daemon: str, stop: Stop | None = None) -> db.Connection:
+    """A connection of `daemon` as the configuration says; errors of this project's own tree. With `stop` the
+    attempt, which may take the connection time-out for each host, is given up when that is requested.
 
     Raises DatabaseUnavailable when a later try may succeed, DatabaseError when this login is refused for
     good."""
+    if stop is None:
+        return _connect(config, daemon)
+    attempt: Future[db.Connection] = Future()
+
+    def main() -> None:
+        try:
+            attempt.set_result(_connect(config, daemon))
+        except Exception as exc:  # noqa: BLE001 -- raised where it is waited for
+            attempt.set_exception(exc)
+
+    # In a thread of its own: there is no socket yet that could be cut.
+    threading.Thread(target=main, name="flowforge-connect", daemon=True).start()
+    while not stop.requested:
+        with suppress(TimeoutError):
+            return attempt.result(0.1)
+    attempt.add_done_callback(lambda done: None if done.exception() else done.result().close())
+    raise DatabaseUnavailable("told to stop while connecting")
+
+
+def _connect(config: Config, daemon: str) -> db.Connection:
     try:
         return db.connect(
             config.database_url,
@@ -407,7 +439,7 @@ class _Loop:
     def _connection(self) -> db.Connection:
         """The working connection, made and checked when there is none."""
         if self.conn is None:
-            self.conn = connect(self.config, self.daemon.name)
+            self.conn = connect(self.config, self.daemon.name, self.stop)
             self.cutoff = db.Cutoff(self.conn)
             with db.guard(self.conn, self.daemon.tick_limit):
                 check_start(self.conn, self.daemon.functions, self.daemon.role)
@@ -434,6 +466,8 @@ class _Loop:
     def _lost(self, exc: FlowForgeError, *, passing: bool) -> None:
         """Give the connection up and wait a little before the next one."""
         self._disconnect()
+        if passing and self.stop.requested:
+            return
         state = "no database" if passing else "error"
         if self.health.report(state, str(exc)):
             (self.log.warning if passing else self.log.error)(f"{state}; trying again", error=str(exc))

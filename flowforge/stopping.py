@@ -20,20 +20,20 @@ class Remembered:
     over, or that comes when all is done, ends the program at once."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._requests: list[None] = []  # not a number: the other signal may come while one is counted
         self._taken = False
 
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        self._count += 1
-        if self._count > 1:
+        self._requests.append(None)
+        if len(self._requests) > 1:
             if self._taken:
                 os._exit(_EXIT_FORCED)
             raise KeyboardInterrupt
 
     def take(self, request: Callable[[], None]) -> None:
         """Call `request` for each so far, and begin anew."""
-        count, self._count, self._taken = self._count, 0, True
-        for _ in range(count):
+        requests, self._requests, self._taken = self._requests, [], True
+        for _ in requests:
             request()
 
 

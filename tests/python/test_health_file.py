@@ -1,0 +1,63 @@
+"""The health file and clocks that are set: a live daemon is well, one that died is not."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flowforge import runner
+from flowforge.runner import Health, read_health
+
+
+@pytest.fixture
+def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the wall clock of this module's daemons back or forward by so many seconds."""
+    off = 0.0
+
+    def move(seconds: float) -> None:
+        nonlocal off
+        off += seconds
+
+    clocks = SimpleNamespace(time=lambda: time.time() + off, monotonic=time.monotonic)
+    monkeypatch.setattr(runner, "time", clocks)
+    return move
+
+
+def test_a_clock_that_is_set_back_keeps_no_report_from_being_written(
+    tmp_path: Path, set_clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("flowforge.runner.time.monotonic", lambda: now)
+    path = tmp_path / "health"
+    health = Health("probe", path)
+    health.ticked()
+    set_clock(-3600)
+    now += 1
+    health.ticked()
+    assert read_health(path) == (True, "probe: ok, last tick 0 s ago")
+
+
+def test_a_report_from_the_future_says_nothing(tmp_path: Path, set_clock: Callable[[float], None]) -> None:
+    """It may be of a daemon that died long ago."""
+    path = tmp_path / "health"
+    Health("probe", path).ticked()
+    assert read_health(path)[0]
+    set_clock(-3600)
+    well, line = read_health(path)
+    assert not well
+    assert "the clock was set back by 3600 s" in line
+
+
+def test_reports_are_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(runner, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+    health = Health("probe", path := tmp_path / "health")
+    health.ticked()
+    path.unlink()
+    health.ticked()
+    assert not path.exists()
+    now += 1
+    health.ticked()
+    assert path.exists()

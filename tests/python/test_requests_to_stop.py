@@ -1,0 +1,128 @@
+"""Requests to stop: none is lost, and what only connects is given up at once."""
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import CodeType, FrameType
+from typing import Any, ClassVar
+
+import pytest
+
+from flowforge import db, runner
+from flowforge.config import Config
+from flowforge.listen import Listener
+from flowforge.runner import Daemon, Stop
+from flowforge.stopping import Remembered
+from tests.python.daemons import Running
+from tests.services.process import wait_until
+
+
+def interrupted(
+    first: Callable[[], object], code: CodeType, instruction: int, second: Callable[[], object]
+) -> bool:
+    """Call `first`, and `second` before that instruction of `code`, as a signal or another thread may;
+    whether `code` has so many."""
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal passed
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        passed += event == "opcode"
+        if event == "opcode" and passed == instruction:
+            sys.settrace(None)
+            second()
+            return None
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        first()
+    finally:
+        sys.settrace(before)
+    return passed >= instruction
+
+
+def test_no_request_is_lost_whenever_it_comes() -> None:
+    """At any instruction of another one."""
+    code = Stop.request.__code__
+    instruction, stop, called = 0, Stop(), list[int]()
+    stop.on_request(lambda: called.append(1))
+    while interrupted(stop.request, code, instruction := instruction + 1, stop.request):
+        assert stop.immediate, f"before instruction {instruction}"
+        assert len(called) == 2
+        stop = Stop()
+        called.clear()
+        stop.on_request(lambda: called.append(1))
+    assert instruction > 5
+
+
+def test_no_early_signal_is_lost_whenever_it_comes() -> None:
+    code = Remembered.__call__.__code__
+    instruction, remembered, taken = 0, Remembered(), list[int]()
+
+    def signal() -> None:
+        with suppress(KeyboardInterrupt):
+            remembered(15, None)
+
+    while interrupted(signal, code, instruction := instruction + 1, signal):
+        remembered.take(lambda: taken.append(1))
+        assert len(taken) == 2, f"before instruction {instruction}"
+        remembered = Remembered()
+        taken.clear()
+    assert instruction > 5
+
+
+class Silent:
+    """A server that takes connections and says nothing."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._taken: list[socket.socket] = []
+        self.dsn = f"host=127.0.0.1 port={self._socket.getsockname()[1]} dbname=d user=u connect_timeout=600"
+
+    def await_connection(self) -> None:
+        self._socket.settimeout(60)
+        self._taken.append(self._socket.accept()[0])
+
+    def close(self) -> None:
+        for each in [self._socket, *self._taken]:
+            each.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    server = Silent()
+    yield server
+    server.close()
+
+
+class Probe(Daemon):
+    name = "probe"
+    role = "flowforge_scheduler"
+    functions: ClassVar[tuple[str, ...]] = ()
+
+    def tick(self, conn: db.Connection) -> int:
+        raise AssertionError("there is no connection")
+
+
+def test_a_daemon_that_connects_stops_at_once(silent: Silent) -> None:
+    with Running(Probe(), Config(database_url=silent.dsn)) as running:
+        silent.await_connection()
+        running.stop.request()
+        running.join()
+    assert running.code == runner.EXIT_OK
+    assert running.health.state == "stopping"
+
+
+def test_closing_a_listener_that_connects_waits_for_nothing(silent: Silent) -> None:
+    listener = Listener(silent.dsn, ["probe"], lambda: None, name="probe")
+    listener.start()
+    silent.await_connection()
+    listener.close()
+    assert listener.is_alive()  # still connecting, and nobody waited for that
+    silent.close()
+    wait_until(lambda: not listener.is_alive(), "the end of the attempt")
