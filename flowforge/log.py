@@ -8,11 +8,21 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import re
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
 _ROOT = "flowforge"
+
+# Control characters but newline and tab, and what breaks lines or turns the direction of text unseen.
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """`text` for people: what a terminal would obey instead of showing it stands there as an escape such as
+    \\x1b."""
+    return UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Log:
@@ -93,7 +103,7 @@ class _Text(logging.Formatter):
         daemon = fields.pop("daemon", record.name)
         rest = "".join(f" {key}={_shown(value)}" for key, value in fields.items())
         line = f"{moment} {level:<7} {daemon}: {event}{rest}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return visible(f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line)
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import os
 import signal
@@ -14,6 +15,7 @@ import click
 from flowforge import __version__, stopping
 from flowforge.cli.exits import EXIT_INTERRUPTED, EXITS, exit_code
 from flowforge.errors import FlowForgeError
+from flowforge.log import visible
 
 # Where each command is, in the order of the help.
 _COMMANDS = {
@@ -62,12 +64,19 @@ class _Commands(click.Group):
         )
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS and (near := difflib.get_close_matches(args[0], _COMMANDS, 1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except FlowForgeError as error:
             click.secho("error: ", err=True, fg="red", nl=False)
-            click.echo(str(error), err=True)
+            click.echo(visible(str(error)), err=True)
             ctx.exit(exit_code(error))
         except KeyboardInterrupt as error:
             click.echo(err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from flowforge.errors import (
     from_database,
     refusal,
 )
+from flowforge.log import UNSEEN, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,9 +36,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # -- options
 
+
+def _given(_: click.Context, __: click.Parameter, url: str | None) -> str | None:
+    """The connection string of the option. An empty one is no wish for the embedded database, but a variable
+    that was not set."""
+    if url is not None and not (url := url.strip()):
+        raise click.BadParameter("it is empty; leave it out for the one of FLOWFORGE_DATABASE_URL or `up`")
+    return url
+
+
 database_option = click.option(
     "--database-url",
     metavar="URL",
+    callback=_given,
     help="PostgreSQL connection string. [FLOWFORGE_DATABASE_URL; else the embedded server of `flowforge up`]",
 )
 json_option = click.option(
@@ -184,7 +196,12 @@ def select(connection: db.Connection, query: str, params: Sequence[Any] = ()) ->
 
 def print_json(value: object) -> None:
     """One JSON document on one line; durations are numbers of seconds, times ISO 8601."""
-    click.echo(json.dumps(value, default=_plain, ensure_ascii=False))
+    print_json_text(json.dumps(value, default=_plain, ensure_ascii=False))
+
+
+def print_json_text(text: str) -> None:
+    """JSON on one line, in which no character means anything to a terminal."""
+    click.echo(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _plain(value: object) -> object:
@@ -196,6 +213,12 @@ def _plain(value: object) -> object:
 
 
 # -- output for people
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints text, which may hold some of the database, on standard output or, with `err`, error."""
+    click.echo(visible(text), err=err)
+
 
 STATES = {
     "pending": ("○", "dim"),
@@ -258,7 +281,7 @@ def _cell(value: object) -> Any:
 
     if value is None:
         return Text("")
-    return value if isinstance(value, Text) else Text(str(value))
+    return value if isinstance(value, Text) else Text(visible(str(value)))
 
 
 def _in_pipe(value: object) -> str:
@@ -267,7 +290,7 @@ def _in_pipe(value: object) -> str:
     text = str(value)
     if text[:2].rstrip() in {sign for sign, _ in STATES.values()}:
         text = text[2:]
-    return " ".join(text.split())
+    return visible(" ".join(text.split()))
 
 
 def counted(number: int, thing: str) -> str:
@@ -294,3 +317,10 @@ def duration(value: timedelta | None) -> str | None:
 def local_time(value: datetime | None) -> str | None:
     """A time in the zone of the reader."""
     return None if value is None else value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def local_waits(waits: str, at: datetime | None) -> str:
+    """What a task run waits for, in words; a time in them, which is `at`, in the zone of the reader."""
+    return re.sub(
+        r"^(until|(?:.*; )?to be offered again at) .+$", lambda found: f"{found[1]} {local_time(at)}", waits
+    )

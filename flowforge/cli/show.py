@@ -15,17 +15,28 @@ from flowforge.cli.common import (
     duration,
     json_option,
     local_time,
+    local_waits,
     print_json,
+    print_json_text,
     print_table,
     run_argument,
+    say,
     select,
     state_text,
 )
 from flowforge.errors import NotFound, first_line
+from flowforge.log import visible
 
 # So many errors are shown in full. Whoever needs those of a whole map takes --json.
 _FULL_ERRORS = 3
 _CANCELLED = "the run was cancelled"
+
+_REPEATED = """
+    select count(distinct a.task_run_id) as elements from flowforge.attempt_status a
+    join flowforge.task_run_status s on s.task_run_id = a.task_run_id
+    where a.run_id = %s and s.run_id = %s and a.map_index is not null
+        and not s.superseded and s.state <> 'failed' and a.fencing_token < s.fencing_token
+"""
 
 
 @click.command()
@@ -63,6 +74,7 @@ def show(run_id: int, elements: bool, task: str | None, database_url: str | None
             "select * from flowforge.attempt_status where run_id = %s order by task_run_id, fencing_token",
             [run_id],
         )
+        [repeated] = select(connection, _REPEATED, [run_id, run_id])
     [run] = found
     if as_json:
         print_json({"run": run, "tasks": tasks, "attempts": attempts})
@@ -81,7 +93,11 @@ def show(run_id: int, elements: bool, task: str | None, database_url: str | None
         click.echo("\nEarlier executions:")
         columns = {"task": "task", "attempt": "attempt", "outcome": "outcome", "took": "duration"}
         print_table(columns | {"worker": "worker", "note": "notes"}, [_attempt_row(each) for each in earlier])
-    _print_errors(run_id, tasks)
+    if not elements and repeated["elements"]:
+        were = "was" if repeated["elements"] == 1 else "were"
+        more = command(f"show {run_id} --elements")
+        say(f"\n{counted(repeated['elements'], 'element')} {were} executed more than once; {more}")
+    _print_errors(run_id, tasks, attempts)
 
 
 def _print_output(database_url: str | None, run_id: int, task: str) -> None:
@@ -93,21 +109,24 @@ def _print_output(database_url: str | None, run_id: int, task: str) -> None:
         )
     if found["output"] is None:  # an output that is null would be the text of it
         raise NotFound(f"task {task!r} of run {run_id} has not succeeded: it has no output")
-    click.echo(found["output"])
+    print_json_text(found["output"])
 
 
-def _print_errors(run_id: int, tasks: list[dict[str, Any]]) -> None:
+def _print_errors(run_id: int, tasks: list[dict[str, Any]], attempts: list[dict[str, Any]]) -> None:
     """What the table does not say of the errors, of the latest of them only: it has the first line of each
     failed task."""
+    # A task that is attempted again keeps the error of the attempt before.
+    made_by = {(each["task_run_id"], each["error"]): each["attempt"] for each in attempts}
     told = [each for each in tasks if each["error"] and _is_more_to_tell(each)]
     # What has not ended was attempted before, and has the latest error of all.
     told.sort(key=lambda each: (each["finished_at"] is None, each["finished_at"] or 0))
     for each in told[-_FULL_ERRORS:]:
         click.echo()
-        click.secho(f"{_task_name(each)}, attempt {each['attempt']}:", bold=True)
-        click.echo("\n".join(f"  {line}".rstrip() for line in each["error"].strip().splitlines()))
+        attempt = made_by.get((each["task_run_id"], each["error"]), each["attempt"])
+        click.secho(visible(f"{_task_name(each)}, attempt {attempt}:"), bold=True)
+        say("\n".join(f"  {line}".rstrip() for line in visible(each["error"].strip()).split("\n")))
     if (left := len(told) - _FULL_ERRORS) > 0:
-        click.echo(f"\nLeft out: {counted(left, 'more error')}; {command(f'show {run_id} --json')}")
+        say(f"\nLeft out: {counted(left, 'more error')}; {command(f'show {run_id} --json')}")
 
 
 def _is_more_to_tell(task: dict[str, Any]) -> bool:
@@ -136,13 +155,14 @@ def _print_run(run: dict[str, Any]) -> None:
             ("Run ", ""),
             (str(run["run_id"]), "bold"),
             " of ",
-            (run["workflow"], "bold"),
+            (visible(run["workflow"]), "bold"),
             f" v{run['version']}",
         )
     )
     for name, value in facts.items():
         if value:
-            out.print(Text.assemble((f"  {name:<10} ", "dim"), value))
+            shown = value if isinstance(value, Text) else visible(" ".join(str(value).split()))
+            out.print(Text.assemble((f"  {name:<10} ", "dim"), shown))
 
 
 def _task_name(task: dict[str, Any]) -> str:
@@ -152,12 +172,13 @@ def _task_name(task: dict[str, Any]) -> str:
 def _task_row(task: dict[str, Any]) -> dict[str, object]:
     notes = []
     if task["waits"]:
-        notes.append(f"waits: {task['waits']}" if task["state"] in ("pending", "ready") else task["waits"])
+        waits = local_waits(task["waits"], task["available_at"])
+        notes.append(f"waits: {waits}" if task["state"] in ("pending", "ready") else waits)
     if task["map_count"] is not None and task["state"] != "pending":
         notes.append(counted(task["map_count"], "element"))
     if task["progress"] is not None and task["state"] == "running":
         notes.append(f"{task['progress']:.0%} {task['progress_message'] or ''}".strip())
-    if task["reaps"]:
+    if task["reaps"] and task["state"] != "failed":  # else the error says it
         notes.append(f"taken back {task['reaps']} of at most {task['max_reaps']} times from a lost worker")
     if task["error"] and task["state"] == "failed":
         notes.append(first_line(task["error"])[:200])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from flowforge.cli.common import (
     database_option,
     duration,
     json_option,
+    local_waits,
     print_json,
     run_argument,
     seconds,
@@ -27,6 +28,7 @@ from flowforge.cli.common import (
 )
 from flowforge.cli.exits import EXIT_FAILED
 from flowforge.errors import NotFound, WaitTimeout, first_line
+from flowforge.log import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 _POLL = 0.2
 _STEP = 0.1  # a map in a pipe says how far it is at every tenth
+_PATIENCE = 3.0  # seconds that the same is waited for before a pipe is told
+_ATTEMPTS_TOLD = 5  # failed attempts at the elements of one map that are told one by one
+_NAMES_TOLD = 5  # tasks that wait for the same thing and are named
 
 _RUN = """
     select run_id, workflow, version, state, duration, task_runs, succeeded, failed, cancelled, skipped
@@ -42,16 +47,36 @@ _RUN = """
 """
 _TASKS = """
     select s.task_run_id, s.task, s.state, s.waits, s.attempt, s.max_attempts, s.duration, s.worker,
-        s.progress, s.progress_message, s.map_count, s.error, e.done, e.failed
+        s.progress, s.progress_message, s.map_count, s.unmet, s.available_at, s.fencing_token, s.error,
+        e.done, e.failed, e.running, e.next_waits, e.next_at, e.repeated
     from flowforge.task_run_status s
     left join (
         select m.task, count(*) filter (where m.finished_at is not null) as done,
-            count(*) filter (where m.state = 'failed') as failed
+            count(*) filter (where m.state = 'failed') as failed,
+            count(*) filter (where m.state = 'running') as running,
+            min(m.waits) filter (where m.state in ('pending', 'ready')) as next_waits,
+            min(m.available_at) filter (where m.state in ('pending', 'ready')) as next_at,
+            sum(m.attempt - 1 + m.reaps)::bigint as repeated
         from flowforge.task_run_status m
         where m.run_id = %s and m.map_index is not null and not m.superseded group by m.task
     ) e on e.task = s.task
     where s.run_id = %s and s.map_index is null order by s.task_run_id
 """
+# The last ones, at each task and at the elements of each map, of those attempts that another one follows.
+_ATTEMPTS = f"""
+    select f.* from (
+        select a.task_run_id, a.task, a.map_index, a.attempt, a.fencing_token, a.outcome, a.error, a.ended_at,
+            l.waiting,
+            case when l.waiting then s.available_at - flowforge._reading() end as again_in,
+            row_number() over (partition by a.task, a.map_index is null order by a.ended_at desc) as place
+        from flowforge.attempt_status a
+        join flowforge.task_run_status s on s.task_run_id = a.task_run_id
+        cross join lateral (
+            select s.state in ('pending', 'ready') and a.fencing_token = s.fencing_token as waiting) l
+        where a.run_id = %s and s.run_id = %s and (l.waiting or a.fencing_token < s.fencing_token)
+            and a.outcome in ('failed', 'timed_out', 'lease_expired', 'crashed')) f
+    where f.place <= {_ATTEMPTS_TOLD} order by f.ended_at
+"""  # noqa: S608 - a constant
 
 
 @dataclass
@@ -60,6 +85,7 @@ class Snapshot:
 
     run: dict[str, Any]
     tasks: list[dict[str, Any]]
+    attempts: list[dict[str, Any]] = field(default_factory=list)  # that failed, and that another one follows
 
     @property
     def ended(self) -> bool:
@@ -77,8 +103,13 @@ def snapshot(connection: db.Connection, run_id: int) -> Snapshot:
 def snapshots(connection: db.Connection, run_id: int, timeout: float | None = None) -> Iterator[Snapshot]:
     """The run as it stands, again and again; the last one has ended. Raises NotFound, WaitTimeout."""
     deadline = None if timeout is None else time.monotonic() + timeout
+    executions: object = None
     while True:
         present = snapshot(connection, run_id)
+        before = executions
+        executions = [(each["attempt"], each["fencing_token"], each["repeated"]) for each in present.tasks]
+        if executions != before:
+            present.attempts = select(connection, _ATTEMPTS, [run_id, run_id])
         yield present
         if present.ended:
             return
@@ -112,7 +143,7 @@ def follow(
                 if as_json:
                     print_json(change)
                 else:
-                    out.print(change_line(change))
+                    out.print(visible(change_line(change)))
     assert last is not None  # noqa: S101 - snapshots yields at least once
     return last
 
@@ -121,15 +152,24 @@ def follow(
 class Changes:
     """What is new in a snapshot compared with those before it."""
 
+    now: Callable[[], float] = time.monotonic
     _states: dict[object, object] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
+    _attempts: set[tuple[int, int]] | None = None
+    _elements: Counter[str] = field(default_factory=Counter)
+    _repeated: dict[str, int] = field(default_factory=dict)
+    _waits: dict[str, tuple[str | None, float | None]] = field(default_factory=dict)
 
     def since(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-        """The changes as documents: of tasks, of their progress, and of the run when it has ended."""
+        """The changes as documents: of tasks, of attempts at them, of their progress, of what they wait for,
+        and of the run when it has ended.
+        """
         run = snapshot.run
         run_changed = self._new(None, run["state"])
         if run_changed and not snapshot.ended:
             yield {"event": "run"} | run
+        for change in self._of_attempts(snapshot):
+            yield {"event": "attempt", "run_id": run["run_id"]} | change
         for task in snapshot.tasks:
             name = task["task"]
             if self._new(name, (task["state"], task["attempt"])) and task["state"] != "pending":
@@ -143,8 +183,44 @@ class Changes:
                     change = {"event": "progress", "run_id": run["run_id"], "task": name}
                     change |= {"done": task["done"], "total": task["map_count"]} if task["map_count"] else {}
                     yield change | {"fraction": fraction}
+        for waits, names in self._of_waits(snapshot).items():
+            yield {"event": "waits", "run_id": run["run_id"], "tasks": names, "waits": waits}
         if run_changed and snapshot.ended:
             yield {"event": "run"} | run
+
+    def _of_attempts(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+        """New failed attempts. The first look is at what is waited for; what went before it is history. Of a
+        map the first few, then how many there were each time their number has doubled.
+        """
+        first, known = self._attempts is None, self._attempts or set()
+        self._attempts = known | {(each["task_run_id"], each["fencing_token"]) for each in snapshot.attempts}
+        for each in snapshot.attempts:
+            if (each["task_run_id"], each["fencing_token"]) in known or (first and not each["waiting"]):
+                continue
+            if each["map_index"] is not None:
+                self._elements[each["task"]] += 1
+                if self._elements[each["task"]] > _ATTEMPTS_TOLD:
+                    continue
+            kept = ("task", "map_index", "attempt", "outcome", "error", "again_in")
+            yield {key: each[key] for key in kept}
+        for task in snapshot.tasks:
+            doublings = ((task["repeated"] or 0) // _ATTEMPTS_TOLD).bit_length()
+            if doublings > self._repeated.setdefault(task["task"], max(1, doublings)):
+                self._repeated[task["task"]] = doublings
+                yield {"task": task["task"], "repeated": task["repeated"]}
+
+    def _of_waits(self, snapshot: Snapshot) -> dict[str, list[str]]:
+        """The tasks that have waited for the same thing for a while, by what that is."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for task in snapshot.tasks:
+            waits, now = _waits(task), self.now()
+            before, since = self._waits.get(task["task"], (None, None))
+            if waits != before:
+                self._waits[task["task"]] = waits, now
+            elif waits is not None and since is not None and now - since >= _PATIENCE:
+                self._waits[task["task"]] = waits, None  # told
+                found[waits].append(task["task"])
+        return found
 
     def _new(self, key: object, value: object) -> bool:
         if self._states.get(key) == value:
@@ -158,6 +234,12 @@ def change_line(change: dict[str, Any]) -> str:
     if change["event"] == "progress":
         of = f" ({change['done']} of {change['total']})" if "total" in change else ""
         return f"{change['task']}: {change['fraction']:.0%}{of}"
+    if change["event"] == "waits":
+        names = change["tasks"][:_NAMES_TOLD]
+        more = f" and {left} more" if (left := len(change["tasks"]) - len(names)) else ""
+        return f"{', '.join(names)}{more}: waits: {change['waits']}"
+    if change["event"] == "attempt":
+        return _attempt_line(change)
     took = duration(change["duration"])
     after = f" after {took}" if took and change["state"] in ("succeeded", "failed", "cancelled") else ""
     if change["event"] == "run":
@@ -165,6 +247,17 @@ def change_line(change: dict[str, Any]) -> str:
     attempt = f", attempt {change['attempt']}" if change["attempt"] > 1 else ""
     error = f": {first_line(change['error'])}" if change["error"] and change["state"] == "failed" else ""
     return f"{change['task']}: {change['state']}{after}{attempt}{error}"
+
+
+def _attempt_line(change: dict[str, Any]) -> str:
+    if "repeated" in change:
+        return f"{change['task']}: {change['repeated']} attempts at elements have failed or were lost so far"
+    element = "" if change["map_index"] is None else f"[{change['map_index']}]"
+    what = f"{change['task']}{element}: attempt {change['attempt']} {change['outcome'].replace('_', ' ')}"
+    error = f": {first_line(change['error'])}" if change["error"] else ""
+    left = change["again_in"]
+    again = f"; again in {duration(left)}" if left and left.total_seconds() > 0 else ""
+    return f"{what}{error}{again}"
 
 
 def picture(snapshot: Snapshot, height: int) -> Group:
@@ -178,7 +271,7 @@ def picture(snapshot: Snapshot, height: int) -> Group:
         ("run ", "dim"),
         (str(run["run_id"]), "bold"),
         ("  ", ""),
-        (run["workflow"], "bold"),
+        (visible(run["workflow"]), "bold"),
         (f" v{run['version']}   ", "dim"),
         state_text(run["state"]),
         (f"   {duration(run['duration']) or ''}", "dim"),
@@ -193,9 +286,8 @@ def picture(snapshot: Snapshot, height: int) -> Group:
     table = Table.grid(padding=(0, 2, 0, 0))
     for task in shown:
         took = duration(task["duration"])
-        table.add_row(
-            _task_state(task), Text(task["task"]), _bar(task), Text(took or "", style="dim"), _note(task)
-        )
+        name = Text(visible(task["task"]))
+        table.add_row(_task_state(task), name, _bar(task), Text(took or "", style="dim"), _note(task))
     parts: list[Any] = [title, table]
     if len(shown) < len(snapshot.tasks):
         seen = {task["task_run_id"] for task in shown}
@@ -211,6 +303,16 @@ def _expanded(task: dict[str, Any]) -> bool:
 
 def _task_state(task: dict[str, Any]) -> Any:
     return state_text("running" if _expanded(task) else task["state"])
+
+
+def _waits(task: dict[str, Any]) -> str | None:
+    """What a task that could go on waits for; a map, when none of its elements is at work."""
+    waits, at = task["waits"], task["available_at"]
+    if _expanded(task):
+        waits, at = (None if task["running"] else task["next_waits"]), task["next_at"]
+    elif task["state"] not in ("pending", "ready") or task["unmet"]:
+        waits = None
+    return None if waits is None else local_waits(waits, at)
 
 
 def _fraction(task: dict[str, Any]) -> float | None:
@@ -237,7 +339,8 @@ def _note(task: dict[str, Any]) -> Any:
     from rich.text import Text
 
     if task["state"] == "failed" and task["error"]:
-        return Text(first_line(task["error"]), style="red", overflow="ellipsis", no_wrap=True)
+        error = visible(first_line(task["error"]))
+        return Text(error, style="red", overflow="ellipsis", no_wrap=True)
     parts = []
     if task["map_count"] is not None:
         done = task["map_count"] if task["state"] == "succeeded" else task["done"] or 0
@@ -245,13 +348,13 @@ def _note(task: dict[str, Any]) -> Any:
         if task["failed"]:
             parts.append(f"{task['failed']} failed")
     elif task["waits"] and task["state"] in ("pending", "ready"):
-        parts.append(f"waits: {task['waits']}")
+        parts.append(f"waits: {local_waits(task['waits'], task['available_at'])}")
     if task["attempt"] > 1:
         of = f" of {task['max_attempts']}" if task["attempt"] <= task["max_attempts"] else ""
         parts.append(f"attempt {task['attempt']}{of}")
     if task["progress_message"] and task["state"] == "running":
-        parts.append(task["progress_message"])
-    return Text(", ".join(parts), style="dim", overflow="ellipsis", no_wrap=True)
+        parts.append(" ".join(task["progress_message"].split()))
+    return Text(visible(", ".join(parts)), style="dim", overflow="ellipsis", no_wrap=True)
 
 
 def goes_on(run_id: int) -> str:

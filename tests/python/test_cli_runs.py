@@ -19,12 +19,14 @@ from psycopg.conninfo import make_conninfo
 
 from flowforge import Client, Context, PermanentError, Workflow
 from flowforge.cli import exits
-from flowforge.cli.common import duration
+from flowforge.cli.common import duration, visible
 from flowforge.cli.runs import runs_query
+from flowforge.cli.watch import Changes, change_line, snapshot, snapshots
 from flowforge.config import Config
+from flowforge.db import Connection
 from tests.python.running import running
 from tests.python.shell import Shell
-from tests.services.database import Database
+from tests.services.database import Clock, Database
 from tests.services.process import wait_until
 
 flow = Workflow("orders")
@@ -282,6 +284,76 @@ def test_show_says_why_a_task_waits(shell: Shell, db: Database) -> None:
     assert re.search(r"^fetch .*waits: queue default is paused", shell("show", 1).stdout, re.MULTILINE)
 
 
+def test_show_tells_whose_error_it_is_while_the_next_attempt_waits(db: Database) -> None:
+    """It is the error of the attempt before. And when that is, as the clock of the reader shows it."""
+    shell = Shell(db.dsn)
+    fails_at_first(db, delay=3600)
+    shell("trigger", "shaky")
+    with db.connect() as connection:
+        work(connection, "failed", "no luck")
+    shown = shell("show", 1).stdout
+    assert "\nsolo, attempt 1:\n  no luck\n" in shown
+    assert re.search(r"^solo +pending .*waits: until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$", shown, re.MULTILINE)
+
+
+def test_show_counts_the_elements_that_it_does_not_list(shell: Shell, db: Database, clock: Clock) -> None:
+    """Of those that were executed more than once. And of what was lost too often it tells one thing once."""
+    shell("trigger", "orders", "-i", '{"count": 3}')
+    with db.connect() as connection:
+        work(connection, "succeeded", "[1, 2, 3]")
+        connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        for _ in range(2):
+            work(connection, "crashed", how_many=2)
+            clock.advance("1 min")
+        work(connection, "succeeded", "1", how_many=3)
+    shown = shell("show", 1).stdout
+    assert "2 elements were executed more than once; flowforge show 1 --elements\n" in shown
+    assert "price[0]" not in shown
+    shown = shell("show", 1, "--elements").stdout
+    assert "more than once" not in shown
+    assert len(re.findall(r"^price\[\d\] +1 +crashed", shown, re.MULTILINE)) == 4
+    shell("trigger", "orders")
+    with db.connect() as connection:
+        for _ in range(3):
+            work(connection, "crashed")
+            clock.advance("1 min")
+    shown = shell("show", 2).stdout
+    assert re.search(r"^fetch +failed .*given up after 3 executions", shown, re.MULTILINE)
+    assert "taken back" not in shown
+
+
+def test_nothing_of_the_database_is_obeyed_by_a_terminal(db: Database) -> None:
+    """Names, errors, reasons and outputs may hold what moves its cursor or sets its title: it is shown."""
+    hostile = "boom\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e"
+    shell = Shell(db.dsn)
+    with Client(db.dsn) as client, db.connect() as connection:
+        client.define({"name": "w\u202e", "tasks": [{"name": "a\u202eb"}]})
+        for _ in range(2):
+            client.trigger("w\u202e", labels={"team": hostile})
+        work(connection, "failed", hostile, owner="me\u202e")
+        work(connection, "succeeded", json.dumps(hostile))
+        connection.execute("select flowforge.settle_finished()")
+    for command, code in (
+        ("show 1", exits.EXIT_OK),
+        ("show 1 --json", exits.EXIT_OK),
+        ("show 2 --output a\u202eb", exits.EXIT_OK),
+        ("show 1 --output a\u202eb", exits.EXIT_FAILED),
+        ("watch 1", exits.EXIT_FAILED),
+        ("watch 1 --json", exits.EXIT_FAILED),
+        ("runs", exits.EXIT_OK),
+        ("runs --json", exits.EXIT_OK),
+        ("workflows", exits.EXIT_OK),
+    ):
+        result = shell(*command.split(), code=code)
+        assert visible(result.output) == result.output, command
+        if "--json" in command or "--output" in command:
+            assert code or json.loads(result.stdout.splitlines()[0])
+    for words in (["show", "1"], ["watch", "1"], ["runs"]):
+        shown = ESCAPES.sub("", on_terminal(shell, *words)).replace("\r\n", "\n").replace("\r", "")
+        assert visible(shown) == shown
+        assert words == ["runs"] or "\\x1b[2J" in shown
+
+
 def test_show_output_is_the_bare_json(live: Shell) -> None:
     live("trigger", "orders", "-w")
     assert live("show", 1, "--output", "price").stdout == "[0, 10, 20]\n"
@@ -420,6 +492,107 @@ def test_watch_of_a_failure_and_of_one_without_end(live: Shell) -> None:
     assert live.documents("watch", 1, code=exits.EXIT_FAILED)[-1]["state"] == "failed"
     live("trigger", "orders", "--delay", "1h")
     assert "goes on" in live("watch", 2, "--timeout", "0.1", code=exits.EXIT_TIMEOUT).stderr
+
+
+def test_a_pipe_is_told_what_is_waited_for(shell: Shell, db: Database) -> None:
+    """Of what has stayed for a while, once; nothing of tasks that wait for others."""
+    shell("trigger", "orders")
+    clock = [0.0]
+    changes = Changes(now=lambda: clock[0])
+    with db.connect() as connection:
+
+        def told() -> list[str]:
+            lines = [change_line(change) for change in changes.since(snapshot(connection, 1))]
+            return [line for line in lines if "waits: " in line]
+
+        def stays() -> list[str]:
+            first = told()
+            clock[0] += 10
+            return first + told() + told()
+
+        assert stays() == ["fetch: waits: for a scheduler: none is running"]
+        connection.execute("select flowforge.pause_queue('default')")
+        assert stays() == ["fetch: waits: queue default is paused"]
+        connection.execute("select flowforge.resume_queue('default'), flowforge.dispatch_ready()")
+        assert stays() == ["fetch: waits: for a worker of queue default"]
+        work(connection, "succeeded", "[1, 2, 3]")
+        connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        connection.execute("select flowforge.dispatch_ready()")
+        assert stays() == ["price: waits: for a worker of queue default"], "as all of its elements do"
+
+
+def test_watch_tells_failed_attempts(db: Database, clock: Clock) -> None:
+    """Those that another one follows, which no state tells. Of a map's elements a few, then their number."""
+    fails_at_first(db, delay=0, elements=30)
+    with Client(db.dsn) as client, db.connect() as connection:
+        run = client.trigger("shaky", list(range(30)))
+        changes, looks = Changes(), snapshots(connection, run)
+
+        def told() -> list[str]:
+            found = changes.since(next(looks))
+            return [change_line(change) for change in found if change["event"] == "attempt"]
+
+        assert told() == []
+        work(connection, "failed", "no luck\nat all")
+        assert told() == ["solo: attempt 1 failed: no luck"]
+        assert told() == []
+        work(connection, "crashed")
+        assert re.fullmatch(r"solo: attempt 2 crashed: [^\n]+", "\n".join(told()))
+        clock.advance("1 min")
+        work(connection, "succeeded", json.dumps(list(range(30))))
+        connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        assert told() == []
+        work(connection, "failed", "no", how_many=3)
+        assert [re.sub(r"\d+", "N", line) for line in told()] == ["each[N]: attempt N failed: no"] * 3
+        work(connection, "failed", "no", how_many=27)
+        lines = told()
+        assert len(lines) == 3
+        assert lines[-1] == "each: 30 attempts at elements have failed or were lost so far"
+
+
+def test_watch_begins_with_the_attempts_whose_successors_wait(db: Database) -> None:
+    """And leaves out those before them. How long that takes is told."""
+    fails_at_first(db, delay=3600)
+    shell = Shell(db.dsn)
+    shell("trigger", "shaky")
+    with db.connect() as connection:
+        work(connection, "crashed")
+        work(connection, "failed", "no luck")
+    lines = shell("watch", 1, "--timeout", "0", code=exits.EXIT_TIMEOUT).stdout.splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"solo: attempt 1 failed: no luck; again in .*(h|min).*", lines[1])
+
+
+def fails_at_first(db: Database, *, delay: float, elements: int = 0) -> None:
+    """Registers "shaky", whose task "solo" is retried, and with `elements` a map over what it gives."""
+    retry = {"max_attempts": 9, "delay": delay, "backoff": 1, "jitter": 0}
+    tasks: list[dict[str, object]] = [{"name": "solo", "retry": retry}]
+    if elements:
+        tasks.append({"name": "each", "map": "solo", "retry": retry})
+    with Client(db.dsn) as client:
+        client.define({"name": "shaky", "tasks": tasks})
+
+
+def work(
+    connection: Connection, outcome: str, what: str | None = None, how_many: int = 1, owner: str = "w"
+) -> None:
+    """Executes what is due, as scheduler and worker would: with that output or error, or not to its end."""
+    connection.execute("select flowforge.dispatch_ready()")
+    claimed = connection.execute(
+        "select task_run_id, fencing_token "
+        "from flowforge.claim_next('{default}', %s, gen_random_uuid(), '1 min', %s)",
+        [owner, how_many],
+    ).fetchall()
+    assert len(claimed) == how_many
+    for task_run, token in claimed:
+        if outcome == "crashed":
+            connection.execute("select flowforge.release_task_run(%s, %s, 'crashed')", [task_run, token])
+        else:
+            output, error = (what, None) if outcome == "succeeded" else (None, what)
+            connection.execute(
+                "select flowforge.finish_task_run(%s, %s, %s, %s::jsonb, %s)",
+                [task_run, token, outcome, output, error],
+            )
 
 
 def test_cancel_and_retry(live: Shell) -> None:
