@@ -141,17 +141,12 @@ def _invariants(setup: Setup) -> Verdict:
     found = setup.rows("select rule, run_id, detail from flowforge.violations() limit %s", _MANY)
     if not found:
         return ok("none is broken")
-    runs = sorted({run for _, run, _ in found})
-    kinds = {rule.partition(" ")[0] for rule, _, _ in found}
-    remedies = []
-    if kinds - {"G4"}:
-        for run in runs[:3]:
-            remedies += [
-                setup.command(f"cancel {run}"),
-                setup.command(f"watch {run}"),
-                setup.command(f"retry {run}"),
-            ]
-    if "G4" in kinds:
+    # A cancel lets go of what waits, and a retry counts anew; what is merely to be delivered needs neither.
+    damaged = sorted({run for rule, run, _ in found if not rule.startswith("G4")})
+    remedies = [
+        setup.command(f"{what} {run}") for run in damaged[:3] for what in ("cancel", "watch", "retry")
+    ]
+    if any(rule.startswith("G4") for rule, _, _ in found):
         waiting = setup.rows("select queue from flowforge.queue_status where dispatched > 0 order by queue")
         remedies.append(_commands(setup, "redispatch", (queue for (queue,) in waiting)))
     shown = some(f"{rule} in run {run}: {detail}" for rule, run, detail in found)
