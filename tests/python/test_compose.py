@@ -203,6 +203,7 @@ def test_no_password_and_no_right_too_many(tmp_path: Path) -> None:
     resolved = resolve(DOCUMENT, tmp_path)
     ours = {name: each for name, each in resolved["services"].items() if each["image"] == "flowforge"}
     assert set(ours) == {"migrate", "define", "scheduler", "publisher", "worker", "client"}
+    assert [name for name in ours if "build" in ours[name]] == ["migrate"]
     for name, service in resolved["services"].items():
         assert "container_name" not in service, name
         assert "ports" not in service, name
