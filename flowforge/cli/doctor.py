@@ -87,9 +87,11 @@ def _findings(database_url: str | None, role: str | None) -> Iterator[Finding]:
 def _print(finding: Finding) -> None:
     from rich.text import Text
 
+    from flowforge.log import visible
+
     out = console()
     sign, style = _SIGNS[finding.status]
     label = f"{sign} {finding.check:<20}" if out.is_terminal else f"{finding.status:<8} {finding.check:<20}"
-    out.print(Text.assemble((label, style), f" {' '.join(finding.detail.split())}"))
+    out.print(Text.assemble((label, style), f" {visible(' '.join(finding.detail.split()))}"))
     if finding.remedy:
-        out.print(Text.assemble((f"{'':>10}-> ", "dim"), " ".join(finding.remedy.split())))
+        out.print(Text.assemble((f"{'':>10}-> ", "dim"), visible(" ".join(finding.remedy.split()))))
