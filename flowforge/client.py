@@ -26,6 +26,7 @@ from flowforge.config import Config
 from flowforge.definition import Duration, Workflow, seconds
 from flowforge.errors import (
     ConfigError,
+    DatabaseUnavailable,
     InvalidArgument,
     InvalidDefinition,
     NotStorable,
@@ -34,6 +35,7 @@ from flowforge.errors import (
 )
 
 _FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.01, 1.5, 0.25
+_LONGEST_PAUSE = 5.0  # while the database is away
 _IDLE_BEFORE_CHECK = 1.0
 
 
@@ -46,7 +48,11 @@ _UNSET = _Unset.UNSET
 
 @dataclass(frozen=True)
 class Defined:
-    """What became of a definition: its workflow, its version, and whether that version is new."""
+    """What became of a definition: its workflow, its version, and whether that version is new.
+
+    `created` is False too when this very call made the version, but its answer was lost with the connection,
+    so that it was repeated: then the content was known.
+    """
 
     workflow: str
     version: int
@@ -202,21 +208,31 @@ class Client:
         return list(rows[0][0])
 
     def wait(self, run_id: int, *, timeout: Duration | None = None) -> RunResult:
-        """Waits until the run has ended, however it ends; for ever when `timeout` is left out.
+        """Waits until the run has ended, however it ends; for ever when `timeout` is left out. Once the run
+        was found, a database that is away is waited for too.
 
-        Raises WaitTimeout when the run goes on after `timeout`.
+        Raises WaitTimeout when the run goes on after `timeout`, as far as the database could be asked.
         """
         limit = None if timeout is None else _seconds(timeout, "timeout")
-        deadline = None if limit is None else time.monotonic() + limit
-        pause = _FIRST_POLL
-        while not (result := self.result(run_id)).ended:
-            left = pause if deadline is None else deadline - time.monotonic()
+        deadline = float("inf") if limit is None else time.monotonic() + limit
+        pause, backoff = _FIRST_POLL, db.Backoff(cap=_LONGEST_PAUSE)
+        away: DatabaseUnavailable | None = None
+        result = self.result(run_id)
+        while not result.ended:
+            left = deadline - time.monotonic()
             if left <= 0:
+                unknown = "" if away is None else f", as far as is known: {away}"
                 raise WaitTimeout(
-                    f"run {run_id} of workflow {result.workflow!r} has not ended after {limit} s"
-                )
+                    f"run {run_id} of workflow {result.workflow!r} has not ended after {limit} s{unknown}"
+                ) from away
             time.sleep(min(pause, left))
-            pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
+            try:
+                result, away = self.result(run_id), None
+            except DatabaseUnavailable as error:
+                away, pause = error, backoff.next()
+            else:
+                backoff.reset()
+                pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
         return result
 
     @overload
@@ -243,13 +259,19 @@ class Client:
         return RunResult(run_id, *rows[0])
 
     def cancel(self, run_id: int, *, reason: str | None = None) -> bool:
-        """Asks for the run to be cancelled. False when that was asked for before, or the run has ended."""
-        [(changed,)] = self._call(
+        """Asks for the run to be cancelled. False when that was asked for before, or the run has ended.
+
+        When the answer was lost with the connection, so that the call was repeated, nobody can tell who asked
+        first: then True says that the run is being cancelled, or was.
+        """
+        [(changed,)], repeated = self._asked(
             "select flowforge.cancel_run(run_id => %s::bigint, reason => %s)",
             [_run(run_id), _text(reason, "reason")],
             repeatable=True,
         )
-        return bool(changed)
+        if changed or not repeated:
+            return bool(changed)
+        return self.result(run_id).state in ("running", "cancelled")
 
     def retry(self, run_id: int, *, from_task: str | None = None, request_id: str | None = None) -> int:
         """Runs again what failed or was cancelled, and what was skipped because of it; returns how many task
@@ -267,6 +289,12 @@ class Client:
         return int(count)
 
     def _call(self, query: str, params: list[Any], *, repeatable: bool) -> list[tuple[Any, ...]]:
+        return self._asked(query, params, repeatable=repeatable)[0]
+
+    def _asked(
+        self, query: str, params: list[Any], *, repeatable: bool
+    ) -> tuple[list[tuple[Any, ...]], bool]:
+        """The rows, and whether they answer a repeat, of which the first try may have taken effect."""
         for value in params:
             _check_text(value)
         with self._lock:
@@ -287,7 +315,7 @@ class Client:
                     self._drop()
                     raise
                 self._used_at = time.monotonic()
-                return rows
+                return rows, last
             raise AssertionError("unreachable")
 
     def _connected(self, *, check: bool) -> db.Connection:

@@ -145,6 +145,7 @@ def database(url: str | None, role: str = "flowforge_reader") -> Iterator[db.Con
                 config.database_url,
                 application_name="flowforge cli",
                 connect_timeout=config.connect_timeout,
+                prepared_statements=config.prepared_statements,
                 read_write=False,
             ) as connection:
                 yield connection

@@ -15,6 +15,7 @@ from psycopg.conninfo import make_conninfo
 
 from flowforge import Client, Workflow, errors, runner
 from flowforge.cli import cli, exits, find_command
+from flowforge.cli.common import database
 from flowforge.cli.loading import load_workflows
 from flowforge.config import Config
 from tests.python.shell import Shell
@@ -62,6 +63,16 @@ def test_every_error_has_an_exit_code_of_its_kind() -> None:
 
 
 # -- settings
+
+
+@pytest.mark.parametrize(("setting", "threshold"), [("off", None), ("on", 5)])
+def test_commands_prepare_no_statements_where_that_is_off(
+    db: Database, monkeypatch: pytest.MonkeyPatch, setting: str, threshold: int | None
+) -> None:
+    """Behind a pooler in transaction mode another command would meet them."""
+    monkeypatch.setenv("FLOWFORGE_PREPARED_STATEMENTS", setting)
+    with database(db.dsn) as connection:
+        assert connection.prepare_threshold == threshold
 
 
 @pytest.fixture

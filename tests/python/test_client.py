@@ -1,8 +1,11 @@
 """The client: each call, its errors, and what it does when its connection dies."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -20,6 +23,7 @@ from flowforge.errors import (
     WaitTimeout,
 )
 from tests.python.running import running
+from tests.python.workbench import LossyProxy
 from tests.services.database import Database
 from tests.services.process import wait_until
 
@@ -270,6 +274,65 @@ def test_repeatable_calls_survive_a_dead_connection(db: Database, client: Client
         kill_connections(db)
         call()
     assert run_count(db) == 1
+
+
+def test_a_cancel_whose_answer_was_lost_was_one_all_the_same(db: Database, proxy: LossyProxy) -> None:
+    """Repeated, it finds that the run is being cancelled; whoever asked for that has what they asked for."""
+    with running(Config(database_url=db.dsn), flow), Client(proxy.dsn) as client:
+        cancelled, ended = client.trigger(flow, delay=3600), client.trigger(flow)
+        assert client.wait(ended, timeout=60).succeeded
+        proxy.lose("flowforge.cancel_run")
+        assert client.cancel(cancelled)
+        assert proxy.lost == 1
+        assert not client.cancel(cancelled)
+        proxy.lose("flowforge.cancel_run")
+        assert not client.cancel(ended)
+        assert proxy.lost == 2
+
+
+def test_wait_outlasts_an_outage(client: Client, proxy: LossyProxy) -> None:
+    """More than the one connection that every call makes anew; a run that is not found is told at once."""
+    run_id = client.trigger(flow)
+    refused: list[DatabaseUnavailable] = []
+
+    class Counting(Client):
+        def result(self, *arguments: Any) -> Any:
+            try:
+                return super().result(*arguments)
+            except DatabaseUnavailable as error:
+                refused.append(error)
+                raise
+
+    ended: list[RunResult] = []
+    with Counting(proxy.dsn) as remote:
+        waiting = threading.Thread(target=lambda: ended.append(remote.wait(run_id, timeout=600)))
+        waiting.start()
+        wait_until(lambda: remote._used_at > 0, "the first look")
+        with proxy.down():
+            wait_until(lambda: len(refused) >= 3 or not waiting.is_alive(), "refused looks")
+        client.cancel(run_id)
+        waiting.join()
+        with pytest.raises(NotFound):
+            remote.wait(run_id + 1)
+    assert [result.state for result in ended] == ["cancelled"]
+
+
+def test_wait_ends_in_time_during_an_outage(
+    client: Client, proxy: LossyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = client.trigger(flow)
+    with ExitStack() as stack, Client(proxy.dsn) as remote:
+        sleep = time.sleep
+
+        def go_down(seconds: float) -> None:
+            monkeypatch.setattr(time, "sleep", sleep)
+            stack.enter_context(proxy.down())
+            sleep(seconds)
+
+        monkeypatch.setattr("flowforge.client.time.sleep", go_down)
+        with pytest.raises(WaitTimeout, match=f"run {run_id} of .* as far as is known: ") as timeout:
+            remote.wait(run_id, timeout=0.5)
+    assert isinstance(timeout.value.__cause__, DatabaseUnavailable)
 
 
 def test_other_calls_are_never_sent_twice(
