@@ -196,16 +196,19 @@ class MessageClaimer(Claimer):
     def _step_aside(self) -> None:
         self._aside = True
         self.channel.pause()
+        self._give_back_arrived()
+        self.channel.give_back(each.delivery for each in self._waiting)
+        self.channel.give_back(message.delivery for _, message in self._set_aside)
+        self._waiting.clear()
+        self._set_aside.clear()
+
+    def _give_back_arrived(self) -> None:
         try:
             while True:
                 if (delivery := self._arrived.get_nowait()) is not None:
                     self.channel.give_back([delivery])
         except queue.Empty:
             pass
-        self.channel.give_back(each.delivery for each in self._waiting)
-        self.channel.give_back(message.delivery for _, message in self._set_aside)
-        self._waiting.clear()
-        self._set_aside.clear()
 
     def _resume(self) -> None:
         if not self.stopping:
@@ -217,6 +220,8 @@ class MessageClaimer(Claimer):
         _log.info("no free slot; giving prefetched messages back", count=len(self._waiting))
         self._step_aside()
         while not self.stopping:
+            # The channel pauses in its own thread: until then it goes on delivering.
+            self._give_back_arrived()
             if self._reserve(1, timeout=1.0):
                 self.parts.executor.give_back(1)
                 break

@@ -1,12 +1,13 @@
 """What a worker does with RabbitMQ's messages: when it acknowledges, gives back, puts aside."""
 
 import json
+import threading
 import uuid
 from typing import Any
 
 import pytest
 
-from flowforge.broker import Message, PublishChannel
+from flowforge.broker import ConsumeChannel, Delivery, Message, PublishChannel
 from flowforge.worker import messages
 from flowforge.worker.session import Session
 from tests.python.workbench import Bench, LossyProxy, Witness
@@ -132,6 +133,45 @@ def test_prefetched_messages_go_back_when_no_slot_comes_free(
         # And it takes messages again.
         assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
     assert len(witness.executions) == 4
+
+
+def test_what_arrives_while_the_worker_steps_aside_is_given_back_too(
+    rabbit_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The channel learns of the pause in its own thread, and delivers until then: such a message is not kept
+    from others for as long as no slot comes free."""
+    monkeypatch.setattr(messages, "PAUSE_AFTER", 0.3)
+    bench, witness = rabbit_bench, Witness().closed()
+    bench.define(witness.workflow)
+    bench.never_redispatch()
+    asked, late = threading.Event(), threading.Event()
+    pause = ConsumeChannel.pause
+
+    with bench.worker(witness.workflow, concurrency=1) as worker:
+        claimer: Any = worker.worker._claimer
+
+        def pause_later(channel: ConsumeChannel) -> None:
+            if channel is claimer.channel and claimer._aside and not late.is_set():
+                asked.set()
+            else:
+                pause(channel)
+
+        def received(delivery: Delivery) -> None:
+            claimer._arrived.put(delivery)
+            if asked.is_set() and not late.is_set():
+                late.set()
+                pause(claimer.channel)
+
+        runs = [bench.trigger(witness.workflow)]
+        witness.gate.await_arrivals(1)
+        monkeypatch.setattr(ConsumeChannel, "pause", pause_later)
+        claimer.channel._on_message = received
+        runs.append(bench.trigger(witness.workflow))
+        assert late.wait(60)
+        with bench.worker(witness.workflow, concurrency=2):
+            witness.gate.await_arrivals(2)
+            witness.gate.open()
+            assert bench.wait_run(*runs) == ["succeeded"] * 2
 
 
 def test_nothing_is_acknowledged_while_the_database_is_away(
