@@ -107,6 +107,19 @@ class Config:
     lease: float = _seconds(30.0, 1, 86_400, "worker: lease of a claim, unless the definition sets one")
     grace: float = _seconds(30.0, 0, 86_400, "worker: time that handlers get to finish after SIGTERM")
     concurrency: int = _count(8, 1, 10_000, "worker: handlers that run at the same time")
+    isolation: str = _text(
+        "threads",
+        "worker: where handlers run, unless their tasks say so themselves: as threads of the worker, or in "
+        "processes of their own, which can be killed",
+        r"threads|processes",
+        "threads or processes",
+    )
+    memory_limit: int = _count(
+        0, 0, 1_048_576, "worker: MiB that a process of handlers may have; 0: no limit"
+    )
+    recycle_after: int = _count(
+        1000, 1, 1_000_000, "worker: tasks after which a process of handlers is replaced"
+    )
     queues: tuple[str, ...] = _text(
         ("default",),
         "worker: queues it takes work from, comma separated; left out, the commands worker and up serve "

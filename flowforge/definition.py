@@ -15,7 +15,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 from flowforge.errors import InvalidDefinition
 
@@ -31,6 +42,9 @@ Duration: TypeAlias = float | timedelta
 
 When: TypeAlias = Literal["all_succeeded", "all_done", "any_failed", "any_succeeded", "none_failed"]
 """The trigger rule: what the upstream tasks must have come to for a task to run rather than be skipped."""
+
+Isolation: TypeAlias = Literal["threads", "processes"]
+"""Where a worker runs a handler: in a thread of its own process, or in a process that it can kill."""
 
 
 def seconds(value: Duration, what: str) -> int | float:
@@ -80,6 +94,7 @@ class Task(Generic[P, R_co]):
         name: str,
         function: Callable[Concatenate[Context, P], R_co],
         options: dict[str, Any],
+        isolation: Isolation | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.workflow = workflow
@@ -87,6 +102,7 @@ class Task(Generic[P, R_co]):
         self.function = function
         self.handler: str = options.get("handler", f"{workflow}.{name}")
         self.queue: str = options.get("queue", "default")
+        self.isolation = isolation  # the worker's matter, and no part of the definition
         self._options = options
 
     def __call__(self, ctx: Context, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
@@ -160,6 +176,7 @@ class Workflow:
         start_within: Duration | None = None,
         max_reaps: int | None = None,
         handler: str | None = None,
+        isolation: Isolation | None = None,
     ) -> Callable[[Callable[Concatenate[Context, P], R]], Task[P, R]]: ...
 
     def task(
@@ -178,6 +195,7 @@ class Workflow:
         start_within: Duration | None = None,
         max_reaps: int | None = None,
         handler: str | None = None,
+        isolation: Isolation | None = None,
     ) -> AnyTask | Callable[[Callable[..., Any]], AnyTask]:
         """Adds the decorated function as a task; with or without arguments.
 
@@ -192,8 +210,10 @@ class Workflow:
         max_reaps: how often an attempt whose worker vanished is offered again before the task fails.
         handler: the name a worker knows the function by; "<workflow>.<task>" when left out.
 
+        isolation: where a worker runs it, "threads" or "processes"; as its setting says when left out.
+
         Raises InvalidDefinition for a name used twice, a Task of another workflow, a duration that is none,
-        or something that cannot be called with one context.
+        an isolation that is none, or something that cannot be called with one context.
         """
         given: dict[str, Any] = {
             "after": [self._upstream(task) for task in ([after] if isinstance(after, str | Task) else after)]
@@ -209,10 +229,12 @@ class Workflow:
             "start_within": None if start_within is None else seconds(start_within, "start_within"),
             "max_reaps": max_reaps,
         }
+        if isolation not in (None, *get_args(Isolation)):
+            raise InvalidDefinition(f"isolation is {isolation!r}; allowed is 'threads' or 'processes'")
         options = {key: value for key, value in given.items() if value is not None}
 
         def add(function: Callable[..., Any]) -> AnyTask:
-            return self._add(function, name, options)
+            return self._add(function, name, options, isolation)
 
         return add if function is None else add(function)
 
@@ -246,7 +268,13 @@ class Workflow:
             spec["description"] = self.description
         return spec
 
-    def _add(self, function: Callable[..., Any], name: str | None, options: dict[str, Any]) -> AnyTask:
+    def _add(
+        self,
+        function: Callable[..., Any],
+        name: str | None,
+        options: dict[str, Any],
+        isolation: Isolation | None,
+    ) -> AnyTask:
         if not callable(function):
             raise InvalidDefinition(
                 f"@task of workflow {self.name!r} decorates a function; {function!r} cannot be called "
@@ -264,12 +292,17 @@ class Workflow:
             raise InvalidDefinition(
                 f"workflow {self.name!r} already has a task {name!r}: give this one a name=…"
             )
-        task: AnyTask = Task(self.name, name, function, options)
+        task: AnyTask = Task(self.name, name, function, options, isolation)
         other = self._handlers.get(task.handler)
         if other is not None and other.function is not function:
             raise InvalidDefinition(
                 f"task {name!r} and task {other.name!r} of workflow {self.name!r} are different functions "
                 f"under one handler name, {task.handler!r}"
+            )
+        if other is not None and other.isolation != isolation:
+            raise InvalidDefinition(
+                f"task {name!r} and task {other.name!r} of workflow {self.name!r} have one handler name, "
+                f"{task.handler!r}, and so need one isolation"
             )
         self._tasks[name] = task
         self._handlers[task.handler] = task

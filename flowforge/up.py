@@ -67,12 +67,14 @@ def run(
     config: Config,
     workflows: Sequence[Workflow],
     *,
+    sources: Sequence[str] = (),
     server: EmbeddedPostgres | None = None,
     ready: Callable[[Up], None] = lambda _: None,
     stop: runner.Stop | None = None,
 ) -> int:
     """Runs all daemons until asked to stop; returns the exit code of the first one that failed, or 0.
 
+    `sources` are the modules (MODULE[:NAME]) of `workflows`, for handlers in processes of their own.
     `server` is started if it is not running, and stopped at the end if it was started here; without it the
     database of `config` is used. `workflows` are registered (without any there is no worker, which would only
     take work from those who have handlers), and `ready` is called once every daemon works.
@@ -83,7 +85,7 @@ def run(
     """
     if stop is None:
         with runner.signals(runner.Stop()) as own:
-            return run(config, workflows, server=server, ready=ready, stop=own)
+            return run(config, workflows, sources=sources, server=server, ready=ready, stop=own)
     if server is None and not config.database_url:
         raise ConfigError("FLOWFORGE_DATABASE_URL is not set, and no embedded server was asked for")
     handlers = handlers_of(workflows)
@@ -98,15 +100,18 @@ def run(
         with Client(config.database_url) as client:
             defined = tuple(client.define(workflow) for workflow in workflows)
         up = Up(config.database_url, server.directory if server else None, defined)
-        return _run_parts(_parts(config, handlers, stop), config, server, stop, lambda: ready(up))
+        parts = _parts(config, handlers, sources, stop)
+        return _run_parts(parts, config, server, stop, lambda: ready(up))
 
 
-def _parts(config: Config, handlers: Mapping[str, Handler], stop: runner.Stop) -> list[_Part]:
+def _parts(
+    config: Config, handlers: Mapping[str, Handler], sources: Sequence[str], stop: runner.Stop
+) -> list[_Part]:
     # One file cannot hold the health of several daemons: they report in memory, and `run` writes the worst.
     parts = [_daemon(Scheduler(config), config, stop)]
     if handlers:
         health = runner.Health("worker")
-        worker = Worker(handlers, config, stop, health)
+        worker = Worker(handlers, config, stop, health, sources=sources)
         parts.append(_Part("worker", worker.run, health))
     if config.uses_broker:
         from flowforge.publisher import Publisher

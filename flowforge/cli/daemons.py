@@ -113,6 +113,27 @@ _worker_options = _options(
         type=seconds,
         metavar="TIME",
     ),
+    _setting(
+        "--isolation",
+        name="isolation",
+        text="Where handlers run whose tasks do not say so: threads, or processes that can be killed.",
+        type=click.Choice(["threads", "processes"]),
+    ),
+    _setting(
+        "--memory-limit",
+        name="memory_limit",
+        text="MiB that a process of handlers may have.",
+        default="0, no limit",
+        type=Integer(0, 1_048_576),
+        metavar="MIB",
+    ),
+    _setting(
+        "--recycle-after",
+        name="recycle_after",
+        text="Tasks after which a process of handlers is replaced.",
+        type=Integer(1, 1_000_000),
+        metavar="N",
+    ),
 )
 
 
@@ -253,13 +274,13 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
       flowforge worker my_project.workflows
       flowforge worker my_project.workflows:etl -c 16 -q default -q reports
     """
-    from flowforge.cli.loading import load_workflows
+    from flowforge.loading import load_workflows
     from flowforge.worker import daemon
 
     config = _configured(database_url, flags)
     workflows = load_workflows(modules)
     config = _serving(config, flags["queues"], workflows)
-    ctx.exit(daemon.run(daemon.handlers_of(workflows), config))
+    ctx.exit(daemon.run(daemon.handlers_of(workflows), config, sources=modules))
 
 
 @click.command()
@@ -307,8 +328,8 @@ def up(
       flowforge up my_project.workflows --data-dir ./data --port 5433
     """
     from flowforge import up as everything
-    from flowforge.cli.loading import load_workflows
     from flowforge.embedded import EmbeddedPostgres
+    from flowforge.loading import load_workflows
 
     config = _replaced(Config.from_environment().replace(database_url=database_url), flags)
     server = None if config.database_url else EmbeddedPostgres(data_dir, port=port)
@@ -322,7 +343,7 @@ def up(
     workflows = load_workflows(modules)
     config = _serving(config, flags["queues"], workflows)
     with acting():
-        code = everything.run(config, workflows, server=server, ready=_ready(as_json))
+        code = everything.run(config, workflows, sources=modules, server=server, ready=_ready(as_json))
     if code:
         ctx.exit(code)
     if not as_json:

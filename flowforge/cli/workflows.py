@@ -23,8 +23,8 @@ from flowforge.cli.common import (
     select,
 )
 from flowforge.cli.exits import EXIT_FAILED
-from flowforge.cli.loading import load_workflows
 from flowforge.errors import ConfigError, InvalidDefinition
+from flowforge.loading import load_workflows
 
 
 @click.command()

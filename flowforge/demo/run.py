@@ -97,7 +97,14 @@ def _daemons(server: EmbeddedPostgres) -> Iterator[None]:
 
     def main() -> None:
         try:
-            code = up.run(config, [census], server=server, ready=lambda _: ready.set(), stop=stop)
+            code = up.run(
+                config,
+                [census],
+                sources=["flowforge.demo.census"],
+                server=server,
+                ready=lambda _: ready.set(),
+                stop=stop,
+            )
             if code:
                 failure.append(code)
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits

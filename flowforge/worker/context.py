@@ -17,7 +17,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from uuid import UUID
 
 import psycopg
@@ -26,9 +26,6 @@ from flowforge import db
 from flowforge.config import Config
 from flowforge.errors import Cancelled, DatabaseUnavailable, NotStorable, PermanentError
 from flowforge.worker.execution import Execution, StopReason, causes, storable
-
-if TYPE_CHECKING:
-    from flowforge.worker.leases import LeaseKeeper
 
 IDLE_LIMIT = 300.0
 """Seconds that a transaction may stand idle between two statements, for a task without a time limit."""
@@ -49,6 +46,13 @@ _SETTINGS = """
 """
 
 
+class Renewer(Protocol):
+    """Who renews leases."""
+
+    def renew_soon(self, execution: Execution) -> None:
+        """Renew this one at once."""
+
+
 class Context:
     """The task run that a handler executes. Made by the worker, one for each execution; usable from any
     thread.
@@ -59,7 +63,7 @@ class Context:
 
     __slots__ = ("_cache", "_config", "_execution", "_keeper")
 
-    def __init__(self, execution: Execution, keeper: LeaseKeeper, config: Config) -> None:
+    def __init__(self, execution: Execution, keeper: Renewer, config: Config) -> None:
         self._execution, self._keeper, self._config = execution, keeper, config
         self._cache: dict[str, Any] = {}
 
@@ -221,7 +225,7 @@ class Context:
                     tx = Transaction(connection, self._begin(connection))
                     yield tx
                     tx._finish(execution)
-                    execution.committing = True
+                    execution.commits(True)
                 execution.finished = True
             except BaseException as exc:
                 refused = (
@@ -232,7 +236,7 @@ class Context:
                 if execution.committing and not refused:
                     execution.commit_unknown = True
                 else:
-                    execution.committing = False
+                    execution.commits(False)
                     execution.lost_by = _loss(connection, exc)
                     self._keeper.renew_soon(execution)
                 if isinstance(exc, psycopg.Error) and not refused:

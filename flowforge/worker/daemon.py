@@ -31,6 +31,7 @@ from flowforge.errors import (
     DatabaseUnavailable,
     FlowForgeError,
 )
+from flowforge.worker.children import Children
 from flowforge.worker.claiming import Claimer, Parts, QueueClaimer
 from flowforge.worker.context import Context
 from flowforge.worker.execution import StopReason
@@ -67,19 +68,24 @@ def run(
     handlers: Mapping[str, Handler],
     config: Config,
     *,
+    sources: Iterable[str] = (),
     stop: runner.Stop | None = None,
     health: runner.Health | None = None,
 ) -> int:
     """Run a worker until asked to stop and return its exit code.
 
-    `handlers` are functions of one Context, sync or async, by handler name. Without `stop` the signals of the
-    process ask for it (main thread only), and the process ends in here should a handler's thread be left
-    behind; with it this may be any thread. Asked once: nothing new is taken, handlers get `config.grace`
-    seconds, what then still runs is given back. Asked twice: that happens at once, and the exit code says so.
+    `handlers` are functions of one Context, sync or async, by handler name. `sources` are the modules
+    (MODULE[:NAME]) that they are from, for those that run in processes of their own. Without `stop` the
+    signals of the process ask for it (main thread only), and the process ends in here should a handler's
+    thread be left behind; with it this may be any thread. Asked once: nothing new is taken, handlers get
+    `config.grace` seconds, what then still runs is given back. Asked twice: that happens at once, and the
+    exit code says so.
+
+    Raises ConfigError when handlers are to run in processes of their own and `sources` is empty.
     """
     if stop is None:
         with runner.signals(runner.Stop()) as own:
-            worker = Worker(handlers, config, own, health, alone=True)
+            worker = Worker(handlers, config, own, health, sources=sources, alone=True)
             code = worker.run()
         if worker.left_behind:
             # Threads of handlers that did not stop would hold up the interpreter's own end; everything is
@@ -90,7 +96,27 @@ def run(
                     stream.flush()
             os._exit(code)
         return code
-    return Worker(handlers, config, stop, health).run()
+    return Worker(handlers, config, stop, health, sources=sources).run()
+
+
+def _children(
+    handlers: Mapping[str, Handler], config: Config, sources: Iterable[str], keeper: LeaseKeeper
+) -> Children | None:
+    """For the handlers that run in processes of their own, if there are any."""
+    isolated = frozenset(
+        name
+        for name, handler in handlers.items()
+        if (getattr(handler, "isolation", None) or config.isolation) == "processes"
+    )
+    if not isolated:
+        return None
+    sources = tuple(sources)
+    if not sources:
+        raise ConfigError(
+            f"handler {min(isolated)!r} is to run in a process of its own, which needs the name of its "
+            "module: give it as one of `sources`"
+        )
+    return Children(config, sources, isolated, keeper.renew_soon)
 
 
 class Worker:
@@ -103,9 +129,13 @@ class Worker:
         stop: runner.Stop,
         health: runner.Health | None = None,
         *,
+        sources: Iterable[str] = (),
         alone: bool = False,
     ) -> None:
-        """`alone`: nothing else runs in the process, so it is for the worker to say what a stop waits for."""
+        """`alone`: nothing else runs in the process, so it is for the worker to say what a stop waits for.
+
+        Raises ConfigError when handlers are to run in processes of their own and `sources` is empty.
+        """
         # The random part tells this process from an earlier one of the same host and pid.
         self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
         self.counts: Counter[str] = Counter()
@@ -124,6 +154,7 @@ class Worker:
             lambda execution: Context(execution, self._keeper, config),
             self._finisher.put,
             self._break_down,
+            _children(handlers, config, sources, self._keeper),
         )
         parts = Parts(
             config, self.name, self._executor, self._keeper, self._finisher, self.counts, self._break_down

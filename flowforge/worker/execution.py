@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 import threading
 import traceback
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from flowforge import log
 from flowforge.db import Connection, Cutoff, json_text
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
 from flowforge.worker.claim import Claim
+
+_log = log.of("worker")
 
 
 class StopReason(enum.Enum):
@@ -52,6 +56,16 @@ Report = Finish | Release | None
 task run."""
 
 
+class HandlerProcess(Protocol):
+    """A process of its own that a handler runs in."""
+
+    def wake(self) -> None:
+        """Let it look whether its handler was told to stop. Waits for nothing."""
+
+    def kill(self) -> None:
+        """End it at once. Waits for nothing."""
+
+
 class Execution:
     """One claimed task run in this process. Safe to use from any thread.
 
@@ -61,9 +75,9 @@ class Execution:
     """
 
     __slots__ = (
-        "_abandoned", "_cutoff", "_ended", "_lock", "_stop", "_task", "alarm", "claim", "commit_unknown",
-        "committing", "deadline", "finished", "gone", "lost_by", "overdue", "progress", "renewed_at",
-        "reported",
+        "_abandoned", "_cutoff", "_ended", "_lock", "_process", "_stop", "_task", "alarm", "broken_off",
+        "claim", "commit_unknown", "committing", "deadline", "finished", "gone", "lost_by", "out_of_memory",
+        "overdue", "progress", "renewed_at", "reported",
     )  # fmt: skip
 
     def __init__(self, claim: Claim, claimed_at: float, answered_at: float) -> None:
@@ -95,6 +109,11 @@ class Execution:
         self._abandoned = False
         self._cutoff: Cutoff | None = None
         self._task: asyncio.Task[None] | None = None
+        # Of a handler in a process of its own: that process; why it is given back as crashed.
+        self._process: HandlerProcess | None = None
+        self.broken_off = ""
+        # Whether it failed for want of memory.
+        self.out_of_memory = False
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -142,6 +161,8 @@ class Execution:
             if self._task is not None:
                 with suppress(RuntimeError):  # its loop is closed: it has ended
                     self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+            if self._process is not None:
+                self._process.wake()
             return True
 
     def begin(self) -> bool:
@@ -156,11 +177,26 @@ class Execution:
             if self._stop is not None and task is not None:
                 task.cancel()
 
+    def runs_in(self, process: HandlerProcess | None) -> None:
+        """The handler is about to run in `process`, which is woken when it is told to stop; None: it has left
+        it to others."""
+        with self._lock:
+            self._process = process
+
+    def kill(self) -> bool:
+        """Kill the process that the handler runs in; whoever waits for that reports. False when it runs in
+        none of its own, or has ended."""
+        with self._lock:
+            if self._ended or self._process is None:
+                return False
+            self._process.kill()
+            return True
+
     def end(self) -> bool:
         """The handler has ended: no transaction of it can commit any more. False when it had been
         abandoned."""
         with self._lock:
-            self._ended = True
+            self._ended, self._process = True, None
             self._cut()
             return not self._abandoned
 
@@ -172,6 +208,10 @@ class Execution:
             self._ended = self._abandoned = True
             self._cut()
             return True
+
+    def commits(self, committing: bool) -> None:
+        """The COMMIT of the handler's transaction is about to be sent, or was refused."""
+        self.committing = committing
 
     def attach(self, connection: Connection) -> None:
         """`connection` is about to hold the handler's transaction. Raises Cancelled or TimeLimitExceeded when
@@ -197,7 +237,43 @@ class Execution:
             self._cutoff.cut()
 
 
+async def awaited(execution: Execution, coroutine: Awaitable[object]) -> object:
+    """What `coroutine` returns, in a task that is cancelled when the handler is told to stop."""
+    execution.run_as(asyncio.current_task())
+    return await coroutine
+
+
 # -- from the handler's end to a report
+
+
+def unstarted(execution: Execution) -> Report:
+    """The report of one whose handler has not begun."""
+    return None if execution.stop_reason is StopReason.LOST else Release("unstarted")
+
+
+def report_of(execution: Execution, returned: object, raised: BaseException | None) -> Report:
+    """The report of one whose handler has ended, with a word on what is not kept."""
+    claim = execution.claim
+    if execution.finished and raised is not None:
+        _log.warning(
+            "the handler raised after its transaction had finished the task run, which stays succeeded",
+            run=claim.run_id, task_run=claim.task_run_id, handler=claim.handler, error=type(raised).__name__,
+        )  # fmt: skip
+    elif execution.finished and returned is not None:
+        _log.warning(
+            "what the handler returned is not kept, since its transaction had finished the task run; "
+            "give it to tx.finish(output)",
+            run=claim.run_id, task_run=claim.task_run_id, handler=claim.handler,
+        )  # fmt: skip
+    return judge(execution, returned, raised)
+
+
+def leave_if_forked(pid: int, raised: BaseException | None) -> None:
+    """End this process unless it is `pid`: a handler forked, and this is the child on its way out, which must
+    touch nothing of its parent's."""
+    if os.getpid() != pid:
+        code = raised.code if isinstance(raised, SystemExit) else int(raised is not None)
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def judge(execution: Execution, returned: object, raised: BaseException | None) -> Report:
@@ -209,6 +285,8 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         return Finish("failed", error=execution.time_limit_text)
     if stop is StopReason.BLOCKED:
         return Release("crashed")
+    if execution.broken_off:
+        return Release("shutdown" if stop is StopReason.SHUTDOWN else "crashed")
     if execution.commit_unknown:
         # Either the commit took effect, and this is answered `fenced`; or nothing did, and the whole is asked
         # for again. A finish alone could make a success without its side effects.
@@ -218,6 +296,8 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
             return Finish("succeeded", output=None if returned is None else json_text(returned))
         except NotStorable as exc:
             return Finish("failed", error=_unstorable(exc), retryable=False)
+        except MemoryError as exc:
+            raised = exc
         except BaseException as exc:  # noqa: BLE001 -- whatever the value's own methods raise
             return Finish("failed", error=f"result not storable: {describe(exc)}", retryable=False)
     if stop is StopReason.SHUTDOWN:
@@ -229,6 +309,7 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         return Release("crashed")
     if isinstance(raised, NotStorable):
         return Finish("failed", error=_unstorable(raised), retryable=False)
+    execution.out_of_memory = any(isinstance(each, MemoryError) for each in causes(raised))
     return Finish("failed", error=describe(raised), retryable=not isinstance(raised, PermanentError))
 
 

@@ -8,12 +8,22 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from flowforge import log
 from flowforge.errors import Cancelled
-from flowforge.worker.execution import Execution, Release, Report, StopReason, judge
+from flowforge.worker.children import Children, NotStarted
+from flowforge.worker.execution import (
+    Execution,
+    Report,
+    StopReason,
+    awaited,
+    judge,
+    leave_if_forked,
+    report_of,
+    unstarted,
+)
 from flowforge.worker.failures import Failures
 from flowforge.worker.loops import HandlerLoop
 
@@ -25,6 +35,9 @@ STOP_MOMENT = 2.0
 LOST_MOMENT = 10.0
 """The same for one that has lost its lease. It is longer since an outage of the database strikes all handlers
 at once, and without slots a worker ends."""
+
+KILL_MOMENT = 5.0
+"""Seconds that the ends of killed processes are waited for."""
 
 BLOCKED_AFTER = 5
 """Seconds that an event loop may not run before it is set aside."""
@@ -42,7 +55,8 @@ class Executor:
     A slot is reserved before its task run is claimed, and free again when the handler has ended. A handler
     that does not stop at its time limit, or when its lease is lost, takes its slot with it, until it ends
     after all: a thread can be told to stop, and not be made to. `on_broken` is told when no slot is left, or
-    when one of the threads dies.
+    when one of the threads dies. One that runs in a process of its own (`children`) is killed instead, and
+    keeps its slot.
 
     An event loop that a handler blocks is set aside: what has not begun there begins on a fresh one. When
     something on it has to stop meanwhile, which takes a running loop, it is given up with all that has begun
@@ -56,11 +70,16 @@ class Executor:
         context: Callable[[Execution], Any],
         report: Callable[[Execution, Report], None],
         on_broken: Callable[[str], None],
+        children: Children | None = None,
     ) -> None:
+        """`children` run the handlers whose names they know."""
+        isolated = children.handlers if children is not None else frozenset[str]()
         functions = {name: getattr(handler, "function", handler) for name, handler in handlers.items()}
         self._handlers = {
-            name: (function, inspect.iscoroutinefunction(function)) for name, function in functions.items()
+            name: (function, name not in isolated and inspect.iscoroutinefunction(function))
+            for name, function in functions.items()
         }
+        self._children = children
         self._slots, self._context, self._report, self._on_broken = slots, context, report, on_broken
         self._failures = Failures()
         self._changed = threading.Condition()
@@ -155,9 +174,11 @@ class Executor:
         return sum(execution.stop(reason) for execution in self.running)
 
     def abandon_all(self) -> None:
-        """Make the report of every handler that still runs, without waiting for it."""
+        """Make the report of every handler that still runs, without waiting for it; those in processes of
+        their own are killed, and waited for."""
         for execution in self.running:
             self._abandon(execution)
+        self.wait_idle(KILL_MOMENT)
 
     def close(self) -> None:
         """End the threads that are idle. Those of abandoned handlers go on until the process ends."""
@@ -166,6 +187,8 @@ class Executor:
             self._changed.notify_all()
             loops = dict(self._loops)
         self._look.set()
+        if self._children is not None:
+            self._children.close()  # before the threads: a child dies with the one that started it
         for _ in self._threads:
             self._queue.put(None)
         for loop in loops:
@@ -183,6 +206,9 @@ class Executor:
             del item
 
     def _run(self, execution: Execution, handler: Handler) -> None:
+        if (children := self._children) is not None and execution.claim.handler in children.handlers:
+            self._run_isolated(execution, children)
+            return
         begun, returned, raised = False, None, None
         try:
             begun = execution.begin()
@@ -190,11 +216,19 @@ class Executor:
                 returned = handler(self._context(execution))
                 if inspect.iscoroutine(returned):
                     # A function that is async without looking like it, such as a wrapped one.
-                    returned = asyncio.run(_awaited(execution, returned))
+                    returned = asyncio.run(awaited(execution, returned))
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler must not end the worker
             raised = exc
-        self._leave_if_forked(raised)
-        self._ended(execution, begun, returned, raised, in_thread=True)
+        leave_if_forked(self._pid, raised)
+        self._ended(execution, lambda: _judged(execution, begun, returned, raised), in_thread=True)
+
+    def _run_isolated(self, execution: Execution, children: Children) -> None:
+        try:
+            report = children.run(execution) if execution.begin() else unstarted(execution)
+        except NotStarted as exc:
+            report = unstarted(execution)
+            self._on_broken(str(exc))
+        self._ended(execution, lambda: report, in_thread=True)
 
     def _submit(self, coroutines: Iterable[tuple[Execution, Handler]]) -> None:
         """On the present event loop; the caller holds the lock, and so nobody sets it aside meanwhile."""
@@ -218,34 +252,20 @@ class Executor:
         try:
             begun = execution.begin()
             if begun:
-                returned = await _awaited(execution, handler(self._context(execution)))
+                returned = await awaited(execution, handler(self._context(execution)))
         except BaseException as exc:  # noqa: BLE001 -- neither cancellation nor SystemExit may reach the loop
             raised = exc
-        self._leave_if_forked(raised)
-        self._ended(execution, begun, returned, raised, in_thread=False)
+        leave_if_forked(self._pid, raised)
+        self._ended(execution, lambda: _judged(execution, begun, returned, raised), in_thread=False)
         loop.left(execution)
 
-    def _leave_if_forked(self, raised: BaseException | None) -> None:
-        """A handler forked, and this is the child on its way out: it must touch nothing of the parent's."""
-        if os.getpid() != self._pid:
-            code = raised.code if isinstance(raised, SystemExit) else int(raised is not None)
-            os._exit(code if isinstance(code, int) else int(code is not None))
-
-    def _ended(
-        self,
-        execution: Execution,
-        begun: bool,
-        returned: object,
-        raised: BaseException | None,
-        *,
-        in_thread: bool,
-    ) -> None:
+    def _ended(self, execution: Execution, made: Callable[[], Report], *, in_thread: bool) -> None:
         """One report, and the slot free again. Raises nothing: neither a thread nor the loop could go on."""
         in_time = True
         try:
             in_time = execution.end()
             if in_time:
-                report = _report_of(execution, begun, returned, raised)
+                report = made()
                 self._report(execution, report)
                 self._failures.tell(execution, report)
         except BaseException as exc:  # noqa: BLE001 -- a task run that is not reported must not go unnoticed
@@ -307,7 +327,13 @@ class Executor:
         """Go on without the handler: unstarted when it has not begun, else with its slot lost."""
         loop = self._loop_of(execution)
         if loop is not None and loop.withdraw(execution):
-            self._ended(execution, False, None, None, in_thread=False)
+            self._ended(execution, lambda: unstarted(execution), in_thread=False)
+        elif execution.kill():
+            _log.warning(
+                "handler does not stop; its process is killed",
+                task_run=execution.claim.task_run_id, handler=execution.claim.handler,
+                reason=execution.stop_reason.value if execution.stop_reason else "",
+            )  # fmt: skip
         elif execution.abandon():
             _log.warning(
                 "handler does not stop; going on without it and its slot",
@@ -331,9 +357,10 @@ class Executor:
 
     @property
     def blocked(self) -> str:
-        """The handlers on event loops that do not run, or nothing."""
+        """The handlers on event loops that do not run, and why no process can be started, or nothing."""
+        children = self._children.problem if self._children is not None else ""
         with self._changed:
-            return "; ".join(self._blocked.values())
+            return "; ".join(filter(None, [*self._blocked.values(), children]))
 
     def _loop_of(self, execution: Execution) -> HandlerLoop | None:
         with self._changed:
@@ -401,28 +428,8 @@ class Executor:
         return thread
 
 
-def _report_of(execution: Execution, begun: bool, returned: object, raised: BaseException | None) -> Report:
-    if not begun:
-        return None if execution.stop_reason is StopReason.LOST else Release("unstarted")
-    claim = execution.claim
-    if execution.finished and raised is not None:
-        _log.warning(
-            "the handler raised after its transaction had finished the task run, which stays succeeded",
-            run=claim.run_id, task_run=claim.task_run_id, handler=claim.handler, error=type(raised).__name__,
-        )  # fmt: skip
-    elif execution.finished and returned is not None:
-        _log.warning(
-            "what the handler returned is not kept, since its transaction had finished the task run; "
-            "give it to tx.finish(output)",
-            run=claim.run_id, task_run=claim.task_run_id, handler=claim.handler,
-        )  # fmt: skip
-    return judge(execution, returned, raised)
-
-
-async def _awaited(execution: Execution, coroutine: Awaitable[object]) -> object:
-    """What `coroutine` returns, in a task that is cancelled when the handler is told to stop."""
-    execution.run_as(asyncio.current_task())
-    return await coroutine
+def _judged(execution: Execution, begun: bool, returned: object, raised: BaseException | None) -> Report:
+    return report_of(execution, returned, raised) if begun else unstarted(execution)
 
 
 def _all_ended(executions: Collection[Execution]) -> bool:

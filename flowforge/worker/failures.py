@@ -29,7 +29,7 @@ class Failures:
         if isinstance(report, Finish) and report.outcome == "failed":
             event, error = "attempt failed", report.error
         elif isinstance(report, Release) and report.reason == "crashed":
-            event, error = "attempt broken off; giving the task run back", _reason(execution)
+            event, error = "attempt broken off; giving the task run back", reason_of(execution)
         else:
             return
         with self._lock:
@@ -56,7 +56,10 @@ class Failures:
             self._second, self._told, self._untold = second, 0, 0
 
 
-def _reason(execution: Execution) -> str:
+def reason_of(execution: Execution) -> str:
+    """Why one that is given back as crashed is."""
+    if execution.broken_off:
+        return execution.broken_off
     if execution.commit_unknown:
         return "the connection of ctx.transaction() was lost while committing"
     if execution.lost_by is not None:

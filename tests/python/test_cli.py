@@ -16,8 +16,8 @@ from psycopg.conninfo import make_conninfo
 from flowforge import Client, Workflow, errors, runner
 from flowforge.cli import cli, exits, find_command
 from flowforge.cli.common import database
-from flowforge.cli.loading import load_workflows
 from flowforge.config import Config
+from flowforge.loading import load_workflows
 from tests.python.shell import Shell
 from tests.services.database import Database
 

@@ -28,6 +28,7 @@ LAYERS = {
     "listen": 3,
     "migrate": 3,
     "embedded": 3,
+    "loading": 3,
     "client": 4,
     "runner": 4,
     "worker": 5,

@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -74,9 +74,11 @@ class Bench:
         self._connection.close()
 
     @contextlib.contextmanager
-    def worker(self, *workflows: Workflow, **settings: Any) -> Iterator["RunningWorker"]:
+    def worker(
+        self, *workflows: Workflow, sources: Sequence[str] = (), **settings: Any
+    ) -> Iterator["RunningWorker"]:
         """A worker in a thread for the time of the block."""
-        running = RunningWorker(workflows, self.config.replace(**settings))
+        running = RunningWorker(workflows, self.config.replace(**settings), sources)
         try:
             yield running
         finally:
@@ -143,9 +145,9 @@ class Bench:
 class RunningWorker:
     """A worker in a thread of this process."""
 
-    def __init__(self, workflows: tuple[Workflow, ...], config: Config) -> None:
+    def __init__(self, workflows: tuple[Workflow, ...], config: Config, sources: Sequence[str] = ()) -> None:
         self.asked = runner.Stop()
-        self.worker = Worker(handlers_of(workflows), config, self.asked)
+        self.worker = Worker(handlers_of(workflows), config, self.asked, sources=sources)
         self.code: int | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

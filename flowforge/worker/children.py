@@ -1,0 +1,252 @@
+"""The worker's side of handlers that run in processes of their own.
+
+Such a process is started when it is first needed, runs one handler at a time, and is used again; it is
+replaced when it has died, when it was killed, after a number of tasks, or when it ran out of memory. Killing
+is what makes a time limit hard: whatever a handler does, in C or in an endless loop, its slot comes back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flowforge import log
+from flowforge.config import Config
+from flowforge.errors import FlowForgeError
+from flowforge.listen import Waker
+from flowforge.worker import child
+from flowforge.worker.execution import Execution, Report, StopReason, judge, unstarted
+
+_log = log.of("worker")
+
+START_LIMIT = 60.0
+"""Seconds that a process may take until it is ready to run handlers."""
+
+START_AGAIN = 1.0
+"""Seconds until the next try when there can be no more processes."""
+
+END_MOMENT = 1.0
+"""Seconds that a process with nothing to do gets to end by itself, before it is killed."""
+
+# The worker's sys.path from the beginning: what a present directory holds must not get in between.
+_MAIN = "import sys; sys.path[:] = sys.argv[3:]; from flowforge.worker.child import main; main()"
+_FOR_NOW = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
+class NotStarted(FlowForgeError):
+    """A process for handlers cannot be started, or is of no use."""
+
+
+class Died(Exception):
+    """A process has died of the handler it ran; says how."""
+
+
+class Process:
+    """A process of handlers. `wake` and `kill` are for any thread, the rest for one at a time. It dies
+    with the thread that made it."""
+
+    def __init__(self, setup: child.Setup) -> None:
+        """Raises OSError when it cannot be started."""
+        self.tasks = 0
+        self._ready = False
+        self._started = time.monotonic()
+        self._waker = Waker()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            descriptor = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, str(descriptor), str(os.getpid()), *sys.path],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+            )
+            self._connection = Connection(ours.detach())
+        with suppress(OSError):  # it has ended already; `run` will see
+            self._connection.send(setup)
+
+    def run(self, execution: Execution, renew_soon: Callable[[Execution], None]) -> child.Ended | None:
+        """Run the handler of `execution`; None when it was told to stop before. Raises Died; NotStarted, or
+        OSError when that may pass."""
+        self._waker.clear()
+        execution.runs_in(self)
+        if not self._get_ready(execution):
+            return None
+        self.tasks += 1
+        told = None
+        try:
+            self._connection.send(child.Task(execution.claim, execution.deadline))
+            while True:
+                if (reason := execution.stop_reason) is not told and reason is not None:
+                    told = reason
+                    self._connection.send(child.Stop(reason))
+                for message in self._messages():
+                    if isinstance(message, child.Ended):
+                        return message
+                    if isinstance(message, child.Progress):
+                        execution.progress = (message.fraction, message.message)
+                    elif isinstance(message, child.Committing):
+                        execution.commits(message.committing)
+                        if message.committing:
+                            self._connection.send(child.Noted())
+                    else:
+                        renew_soon(execution)
+        except Exception as error:
+            # A handler may also have written to the socket: what cannot be read is no better than its end.
+            raise Died(self.close()) from error
+
+    def _get_ready(self, execution: Execution) -> bool:
+        """Wait until it can run handlers, or `execution` is told to stop: it goes on starting, for the
+        next."""
+        try:
+            while not self._ready and execution.stop_reason is None:
+                for message in self._messages():
+                    if message.problem:
+                        self.close()
+                        raise NotStarted(f"a process for handlers cannot run them: {message.problem}")
+                    self._ready = True
+                if not self._ready and time.monotonic() > self._started + START_LIMIT:
+                    self.kill()
+                    self.close()
+                    raise NotStarted(f"a process for handlers was not ready after {START_LIMIT:g} s")
+        except (EOFError, OSError):
+            how = self.close()
+            if self._process.returncode in (child.EXIT_FOR_NOW, -signal.SIGKILL):
+                raise OSError(errno.EAGAIN, f"it ended before it was ready: {how}") from None
+            raise NotStarted(f"a process for handlers ended before it was ready: {how}") from None
+        return execution.stop_reason is None
+
+    def _messages(self) -> Generator[Any]:
+        """What has come within a second, or until `wake`. Raises EOFError when the process has ended."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLIN)
+        poll.register(self._waker.fileno(), select.POLLIN)
+        # What a handler has started may hold the socket open for longer than the process lives.
+        if not poll.poll(1000) and self._process.poll() is not None and not poll.poll(0):
+            raise EOFError
+        self._waker.clear()
+        while self._connection.poll():
+            yield self._connection.recv()
+
+    def wake(self) -> None:
+        """Let it look whether its handler was told to stop."""
+        self._waker.set()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be given a task, as far as can be told while it runs none."""
+        return self._process.poll() is None and not (self._ready and self._connection.poll())
+
+    def dismiss(self) -> None:
+        """Let it end by itself, which it does when it has nothing to do."""
+        if not self._ready:
+            self.kill()
+        self._connection.close()
+
+    def close(self) -> str:
+        """End it and wait for that; how it ended."""
+        self.dismiss()
+        try:
+            code = self._process.wait(END_MOMENT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return "it lost its socket to the worker, and was killed"
+        return f"exit code {code}" if code >= 0 else _name(-code)
+
+
+class Children:
+    """The processes of one worker. `run` is for the threads of its slots, each of which needs one at most."""
+
+    def __init__(
+        self,
+        config: Config,
+        sources: Iterable[str],
+        handlers: frozenset[str],
+        renew_soon: Callable[[Execution], None],
+    ) -> None:
+        """`sources` are the modules (MODULE[:NAME]) that hold the handlers of the names `handlers`."""
+        self.problem = ""
+        """Why no process can be started at present, or nothing."""
+        self.handlers = handlers
+        self._setup = child.Setup(config, tuple(sources), handlers)
+        self._recycle_after, self._renew_soon = config.recycle_after, renew_soon
+        self._lock = threading.Lock()
+        self._idle: list[Process] = []
+        self._closed = False
+
+    def run(self, execution: Execution) -> Report:
+        """Run the handler of `execution` to its end. Raises NotStarted when no process can."""
+        try:
+            process = self._take()
+            ended = process.run(execution, self._renew_soon)
+        except Died as death:
+            execution.broken_off = f"the handler's process died: {death}"
+            return judge(execution, None, None)
+        except OSError as error:
+            if error.errno not in _FOR_NOW:
+                raise NotStarted(f"a process for handlers cannot be started: {error}") from error
+            self.problem = f"no process for handlers can be started: {error}"
+            _log.warning("no process for handlers can be started; trying again", error=str(error))
+            time.sleep(START_AGAIN)
+            return unstarted(execution)
+        self.problem = ""
+        report = unstarted(execution) if ended is None else _report(execution, ended)
+        self._give_back(process, execution, spent=ended is not None and ended.spent)
+        return report
+
+    def close(self) -> None:
+        """End the processes that are idle, and those that are not after their task."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.dismiss()
+        for process in idle:
+            process.close()
+
+    def _take(self) -> Process:
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None:
+                return Process(self._setup)
+            if process.usable:
+                return process
+            _log.warning("a process for handlers ended while it had nothing to do", error=process.close())
+
+    def _give_back(self, process: Process, execution: Execution, *, spent: bool) -> None:
+        with self._lock:
+            spent = spent or self._closed or process.tasks >= self._recycle_after
+            if not spent:
+                execution.runs_in(None)  # before another one does
+                self._idle.append(process)
+        if spent:
+            process.close()
+
+
+def _report(execution: Execution, ended: child.Ended) -> Report:
+    execution.finished, execution.broken_off = ended.finished, ended.broken_off
+    if execution.finished or execution.stop_reason in (StopReason.LOST, StopReason.TIME_LIMIT):
+        return judge(execution, None, None)  # whatever it says, it is too late
+    return ended.report
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
