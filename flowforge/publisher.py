@@ -128,8 +128,13 @@ class Publisher(Daemon):
     def _offer_again(self, conn: db.Connection) -> None:
         """A queue that was not there has lost whatever was in it: arm its dispatches again at once."""
         for queue in sorted(self._channel.gone):
-            armed = self._call(conn, "select flowforge.redispatch(%s)", queue)[0][0]
+            # Before the call: what is lost again meanwhile is noted again.
             self._channel.gone.discard(queue)
+            try:
+                armed = self._call(conn, "select flowforge.redispatch(%s)", queue)[0][0]
+            except BaseException:
+                self._channel.gone.add(queue)
+                raise
             if armed:
                 self._log.warning(
                     "the queue was gone; its dispatches are published again", queue=queue, count=armed
