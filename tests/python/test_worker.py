@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,16 +125,19 @@ def test_time_limit_counts_from_the_call_that_claimed(bench: Bench, proxy: Lossy
 def test_time_limit_is_not_used_up_while_the_database_is_away(bench: Bench, proxy: LossyProxy) -> None:
     """Requests that may have claimed, but did not, for longer than the limit."""
     workflow = Workflow("w")
-    workflow.task(name="task", time_limit=1)(lambda ctx: ctx.time_left())
+    workflow.task(name="task", time_limit=5)(lambda ctx: ctx.time_left())
     bench.define(workflow)
     run = bench.trigger(workflow)
     bench.wait_state(run, "task", "ready")
-    proxy.lose("flowforge.claim_", sent=False, times=6)
+    proxy.lose("flowforge.claim_", sent=False, times=1_000_000)
     with bench.worker(workflow, database_url=proxy.dsn):
+        wait_until(lambda: proxy.lost > 0, "the first request")
+        since = time.monotonic()
+        wait_until(lambda: time.monotonic() - since > 5, "the time limit to pass")
+        proxy.lose("", times=0)
         assert bench.wait_run(run) == ["succeeded"]
-    assert proxy.lost == 6
     task = bench.task(run, "task")
-    assert 0 < task["output"] <= 1
+    assert 0 < task["output"] <= 5
     assert task["fencing_token"] == 1, "it was not given back"
 
 
@@ -156,10 +160,13 @@ def test_a_database_that_goes_and_comes_back_loses_nothing(any_bench: Bench, pro
     witness = Witness().closed()
     any_bench.define(witness.workflow)
     runs = any_bench.trigger_many(witness.workflow, 6)
-    with any_bench.worker(witness.workflow, database_url=proxy.dsn, concurrency=2, lease=60):
+    with any_bench.worker(witness.workflow, database_url=proxy.dsn, concurrency=2, lease=60) as worker:
         witness.gate.await_arrivals(2)
         with proxy.down():
             witness.gate.open()
+            wait_until(lambda: worker.worker._executor.wait_idle(0), "the end of all handlers")
+            finish = worker.worker._finisher._session
+            wait_until(lambda: finish.lost_since_answer > 0, "a finish in vain")
             assert any_bench.one("select count(*) from flowforge.task_run where state = 'succeeded'") == 0
         assert set(any_bench.wait_run(*runs)) == {"succeeded"}
     assert len(witness.executions) == 6
@@ -170,7 +177,7 @@ def test_a_failover_to_read_only_and_back(bench: Bench) -> None:
     witness = Witness().closed()
     bench.define(witness.workflow)
     first = bench.trigger(witness.workflow)
-    with bench.worker(witness.workflow):
+    with bench.worker(witness.workflow) as worker:
         witness.gate.await_arrivals(1)
         name = bench.one("select current_database()")
         bench.execute(f'alter database "{name}" set default_transaction_read_only = on')
@@ -179,6 +186,10 @@ def test_a_failover_to_read_only_and_back(bench: Bench) -> None:
             "where datname = current_database() and pid <> pg_backend_pid()"
         )
         witness.gate.open()
+        # Its old connection is lost, and each new one is refused for being read-only.
+        finish = worker.worker._finisher._session
+        wait_until(lambda: finish.lost_since_answer > 1, "a finish that meets read-only")
+        assert bench.run_state(first) == "running"
         bench.execute(f'alter database "{name}" set default_transaction_read_only = off')
         second = bench.trigger(witness.workflow)
         assert bench.wait_run(first, second) == ["succeeded", "succeeded"]
@@ -390,7 +401,7 @@ def test_only_the_workers_own_queues_are_served(bench: Bench) -> None:
 @pytest.mark.parametrize("call", ["finish_task_runs", "renew_leases"])
 def test_health_tells_of_every_connection(bench: Bench, proxy: LossyProxy, call: str) -> None:
     """Claims are answered, and nothing else is: that is not ok. It is again once they come back."""
-    witness = Witness(lease=60).closed() if call == "finish_task_runs" else Witness(lease=1).closed()
+    witness = Witness(lease=60 if call == "finish_task_runs" else 6).closed()
     bench.define(witness.workflow)
     proxy.lose(f"flowforge.{call}", sent=False, times=1_000_000)
     run = bench.trigger(witness.workflow)
@@ -488,19 +499,23 @@ def test_connections_are_three_and_one_more_for_each_open_transaction(any_bench:
         runs = any_bench.trigger_many(workflow, 2)
         gate.await_arrivals(2)
         own = [f"flowforge worker {purpose}" for purpose in ("claim", "finish", "renew")]
-        assert connections() == [*own, *["flowforge worker transaction"] * 2]
+        both = [*own, *["flowforge worker transaction"] * 2]
+        wait_until(lambda: connections() == both, "a connection for each transaction")
         gate.open()
         assert any_bench.wait_run(*runs) == ["succeeded", "succeeded"]
         wait_until(lambda: connections() == own, "three connections")
     wait_until(lambda: connections() == [], "no connection left")
 
 
-def test_presence_is_announced_and_taken_back(bench: Bench) -> None:
+def test_presence_is_announced_and_taken_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     witness = Witness()
     with bench.worker(witness.workflow, concurrency=7, queues=("default", "other")) as worker:
         wait_until(lambda: bench.all("select 1 from flowforge.worker") != [], "presence")
         found = bench.all("select name, queues, capacity from flowforge.worker")
         assert found == [(worker.worker.name, ["default", "other"], 7)]
+        # The last call of a worker that ends has a second.
+        keeper = worker.worker._keeper
+        monkeypatch.setattr(keeper, "close", lambda _, close=keeper.close: close(60))
     assert bench.all("select * from flowforge.worker") == []
 
 
