@@ -18,6 +18,7 @@ from tests.python import worker_process
 from tests.python.workbench import Bench
 from tests.services.process import wait_until
 
+WAITING = "waiting for handlers that still run; a second Ctrl-C or SIGTERM stops at once"
 ROOT = Path(__file__).parents[2]
 
 
@@ -54,9 +55,8 @@ class Process:
     def wait_event(self, event: str) -> None:
         wait_until(lambda: event in self.events(), f"{event!r} in the log of the worker")
 
-    def signal(self, number: int) -> bool:
+    def signal(self, number: int) -> None:
         self._process.send_signal(number)
-        return False
 
     def wait(self) -> int:
         code = self._process.wait(60)
@@ -120,9 +120,9 @@ def test_killed_at_any_step_the_run_still_ends_with_one_result(
     bench.never_redispatch()
     run = bench.trigger(workflow)
     bench.wait_state(run, "quick", "ready")
-    victim = start(bench, lease=1, crash_at=f"worker:{point}")
+    victim = start(bench, lease=2, crash_at=f"worker:{point}")
     assert victim.wait() == -signal.SIGKILL
-    start(bench, lease=1)
+    start(bench, lease=60)
     assert bench.wait_run(run) == ["succeeded"]
     task = bench.task(run, "quick")
     # One accepted result, of the last token; a second execution only where the first was interrupted.
@@ -151,9 +151,8 @@ def test_sigterm_lets_a_handler_finish_and_takes_nothing_new(
     process = start(bench, grace=3600, concurrency=2)
     wait_until(lambda: traced(bench, "begun") == 1, "the handler")
     process.signal(signal.SIGTERM)
-    told = "waiting for handlers that still run; a second Ctrl-C or SIGTERM stops at once"
-    process.wait_event(told)
-    [line] = [line for line in process.log if line["event"] == told]
+    process.wait_event(WAITING)
+    [line] = [line for line in process.log if line["event"] == WAITING]
     assert (line["count"], line["at_most"]) == (1, "3600 s")
     second = bench.trigger(workflow)
     bench.wait_state(second, "patient", "ready")
@@ -180,9 +179,9 @@ def test_what_does_not_finish_in_time_is_given_back_uncounted(
     before = bench.task(run, task)
     process.signal(signal.SIGTERM)
     if how == "second signal":
-        # Again and again, since two signals are merged into one while the first is not handled yet.
-        told = "handlers did not finish in the grace time; giving their task runs back"
-        wait_until(lambda: told in process.events() or process.signal(signal.SIGTERM), told)
+        # Not before the first is handled, or the two are merged into one.
+        process.wait_event(WAITING)
+        process.signal(signal.SIGTERM)
     assert process.wait() == (runner.EXIT_FORCED if how == "second signal" else 0)
     after = bench.task(run, task)
     assert after["state"] == "ready"
@@ -199,10 +198,10 @@ def test_a_worker_that_stood_still_finds_out_and_changes_nothing(
     trace_table(bench)
     workflow = define_only(bench, "patient")
     run = bench.trigger(workflow)
-    first = start(bench, lease=1, concurrency=1)
+    first = start(bench, lease=3, concurrency=1)
     wait_until(lambda: traced(bench, "begun") == 1, "the handler")
     first.signal(signal.SIGSTOP)
-    second = start(bench, lease=1, concurrency=1)
+    second = start(bench, lease=60, concurrency=1)
     wait_until(lambda: traced(bench, "begun") == 2, "the second execution")
     go(bench)
     assert bench.wait_run(run) == ["succeeded"]
