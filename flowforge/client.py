@@ -8,6 +8,7 @@ effect, and the error says so.
 from __future__ import annotations
 
 import enum
+import json
 import operator
 import threading
 import time
@@ -29,8 +30,10 @@ from flowforge.errors import (
     DatabaseUnavailable,
     InvalidArgument,
     InvalidDefinition,
+    NotReadable,
     NotStorable,
     WaitTimeout,
+    first_line,
     from_database,
 )
 
@@ -101,11 +104,16 @@ class Client:
 
         Raises ConfigError when there is neither, or it is none.
         """
-        if dsn and not is_connection_string(dsn):
+        if isinstance(dsn, str) and not (dsn := dsn.strip()):
+            raise ConfigError("dsn is empty; leave it out for the one of FLOWFORGE_DATABASE_URL")
+        if dsn is not None and not is_connection_string(dsn):
             raise ConfigError("dsn is not a PostgreSQL connection string (URI or key=value)")
         self._dsn = dsn or Config.from_environment().database_url
         if not self._dsn:
-            raise ConfigError("no database: give Client a connection string, or set FLOWFORGE_DATABASE_URL")
+            raise ConfigError(
+                "no database: give Client a connection string, or set FLOWFORGE_DATABASE_URL; "
+                'that of a running `flowforge up` is the line "database" of what it prints'
+            )
         self._lock = threading.Lock()
         self._connection: db.Connection | None = None
         self._used_at = 0.0
@@ -242,21 +250,38 @@ class Client:
     def result(self, run_id: int, task: str) -> Any: ...
 
     def result(self, run_id: int, task: str | None = None) -> Any:
-        """The run as it stands, without waiting; or one task's output, None while it has not succeeded."""
+        """The run as it stands, without waiting; or one task's output, None while it has not succeeded.
+
+        Raises NotReadable for an output that is beyond Python.
+        """
         if task is not None:
             [(output,)] = self._call(
-                "select flowforge.task_output(run_id => %s::bigint, task => %s)",
+                "select flowforge.task_output(run_id => %s::bigint, task => %s)::text",
                 [_run(run_id), _text(task, "task")],
                 repeatable=True,
             )
-            return output
+            return None if output is None else _read(output, run_id, task)
         rows = self._call(
-            "select workflow, version, state, created_at, finished_at, "
-            "coalesce(outputs, '{}'), coalesce(errors, '{}') from flowforge.run_result(run_id => %s::bigint)",
+            "select workflow, version, state, created_at, finished_at, coalesce(outputs, '{}')::text, "
+            "coalesce(errors, '{}') from flowforge.run_result(run_id => %s::bigint)",
             [_run(run_id)],
             repeatable=True,
         )
-        return RunResult(run_id, *rows[0])
+        run = list(rows[0])
+        run[5] = self._outputs(run_id, run[5])
+        return RunResult(run_id, *run)
+
+    def _outputs(self, run_id: int, text: str) -> dict[str, Any]:
+        try:
+            return dict(json.loads(text))
+        except (ValueError, RecursionError):  # of one task: the error shall name it
+            each = self._call(
+                "select o.key, o.value::text "
+                "from flowforge.run_result(run_id => %s::bigint) r, jsonb_each(r.outputs) o",
+                [run_id],
+                repeatable=True,
+            )
+            return {task: _read(output, run_id, task) for task, output in each}
 
     def cancel(self, run_id: int, *, reason: str | None = None) -> bool:
         """Asks for the run to be cancelled. False when that was asked for before, or the run has ended.
@@ -379,7 +404,20 @@ def _whole(value: object, what: str) -> int:
             number = operator.index(value)  # type: ignore[arg-type]  # that is the question
             if -(2**63) <= number < 2**63:
                 return number
+            raise InvalidArgument(f"{what} is far too {'large' if number > 0 else 'small'}")
     raise InvalidArgument(f"{what} must be a whole number, not {_shown(value)}")
+
+
+def _read(text: str, run_id: int, task: str) -> Any:
+    """An output from its JSON text: PostgreSQL keeps longer numbers and deeper nesting than Python reads."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        raise NotReadable(
+            f"the output of task {task!r} of run {run_id} cannot be read by Python: {why}; "
+            "as text it is given by `flowforge show RUN --output TASK` and task_output in SQL"
+        ) from None
 
 
 def _run(value: object) -> int:

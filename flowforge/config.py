@@ -23,7 +23,7 @@ from flowforge.errors import ConfigError
 def _text(
     default: str | tuple[str, ...],
     meaning: str,
-    pattern: str = r".*",
+    pattern: str = r"(?s).*",
     allowed: str = "any text",
     secret: bool = False,
 ) -> Any:
@@ -189,7 +189,7 @@ def given(environ: Mapping[str, str] | None = None) -> dict[str, tuple[Any, str]
             source = f"{name} in {path}"
             found[keys[name].name] = _checked(keys[name], value, source), source
     for each in fields:
-        if text := environ.get(variable(each)):
+        if (text := environ.get(variable(each), "")).strip():
             found[each.name] = _checked(each, text, variable(each)), variable(each)
     return found
 
@@ -246,9 +246,9 @@ def _checked(each: dataclasses.Field[Any], value: Any, source: str) -> Any:
             if not all(re.fullmatch(rules["pattern"], item) for item in found):
                 raise ValueError
             return found
-        if not isinstance(value, str) or not re.fullmatch(rules["pattern"], value):
+        if not isinstance(value, str) or not re.fullmatch(rules["pattern"], value.strip()):
             raise ValueError
-        return value
+        return value.strip()  # a file that holds a connection string ends with a newline
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         if rules.get("secret"):
             # Where the password begins and ends is known only of what can be read.

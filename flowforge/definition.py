@@ -7,6 +7,7 @@ something that cannot be called.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import graphlib
 import inspect
@@ -196,6 +197,7 @@ class Workflow:
         max_reaps: int | None = None,
         handler: str | None = None,
         isolation: Isolation | None = None,
+        **unknown: object,
     ) -> AnyTask | Callable[[Callable[..., Any]], AnyTask]:
         """Adds the decorated function as a task; with or without arguments.
 
@@ -215,9 +217,16 @@ class Workflow:
         Raises InvalidDefinition for a name used twice, a Task of another workflow, a duration that is none,
         an isolation that is none, or something that cannot be called with one context.
         """
+        for each in unknown:
+            raise InvalidDefinition(_no_option(each))
+        if isinstance(after, str | Task):
+            after = [after]
+        elif not isinstance(after, Iterable):
+            raise InvalidDefinition(f"after must be tasks or names of tasks, not {after!r}")
+        if retry is not None and not isinstance(retry, Retry):
+            raise InvalidDefinition(f"retry must be a Retry(…), such as Retry(max_attempts=3), not {retry!r}")
         given: dict[str, Any] = {
-            "after": [self._upstream(task) for task in ([after] if isinstance(after, str | Task) else after)]
-            or None,
+            "after": [self._upstream(task) for task in after] or None,
             "handler": None if handler is None else _name(handler, "a handler's name"),
             "queue": None if queue is None else _name(queue, "a queue's name"),
             "map": None if map is None else self._upstream(map),
@@ -318,6 +327,14 @@ class Workflow:
         if self._tasks.get(upstream.name) is not upstream:
             raise InvalidDefinition(f"{upstream!r} is not a task of workflow {self.name!r}")
         return upstream.name
+
+
+def _no_option(name: str) -> str:
+    parameters = inspect.signature(Workflow.task).parameters.values()
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    return f"@task has no option {name!r}{hint}"
 
 
 def _name(value: object, what: str) -> str:

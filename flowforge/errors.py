@@ -12,6 +12,7 @@ No message holds a password or a payload.
             StateConflict, IsolationError      WF001 to WF008, raised by FlowForge's own functions
             DatabaseUnavailable nothing wrong with the request: asking again later may succeed
         NotStorable             a value that is not JSON, or that PostgreSQL cannot keep
+        NotReadable             an output that PostgreSQL keeps and Python cannot read
         WaitTimeout             a run had not ended when the time to wait for it was over
         EmbeddedPostgresError   the private PostgreSQL could not be started or kept
         BrokerError
@@ -121,6 +122,11 @@ class NotStorable(FlowForgeError):
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
         self.path = path
+
+
+class NotReadable(FlowForgeError):
+    """An output that Python's json does not read: a number of too many digits, or nested too deeply. The
+    message names the task, and says how to have it as text."""
 
 
 class WaitTimeout(FlowForgeError, TimeoutError):

@@ -163,7 +163,8 @@ def _become_member(conn: db.Connection) -> None:
                         raise
         except pg.InsufficientPrivilege:
             raise MissingPrivilege(
-                f'login "{user}" cannot act as {_OWNER}; remedy: grant {_OWNER} to "{user}"'
+                f'login "{user}" cannot act as {_OWNER}, which owns the schema; '
+                f"remedy: run it as an administrator, or as a member of {_OWNER}"
             ) from None
 
 

@@ -453,7 +453,7 @@ class _Loop:
                     connect_timeout=self.config.connect_timeout,
                 )
                 self.listener.start()
-            self.log.info("connected" if not self.started else "connected again")
+            self.log.info("connected to PostgreSQL" if not self.started else "connected to PostgreSQL again")
             self.started = True
         return self.conn
 

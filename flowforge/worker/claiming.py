@@ -165,7 +165,8 @@ class Claimer(ABC):
             else:
                 self.parts.counts["unknown_handler"] += 1
                 _log.warning(
-                    "no such handler here; giving the task run back", handler=execution.claim.handler,
+                    "no such handler in this worker's modules; giving the task run back for another worker",
+                    handler=execution.claim.handler,
                     run=execution.claim.run_id, task_run=execution.claim.task_run_id,
                 )  # fmt: skip
                 finisher.put(execution, Release("unknown_handler"))

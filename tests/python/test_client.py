@@ -18,6 +18,7 @@ from flowforge.errors import (
     IdempotencyConflict,
     InvalidArgument,
     NotFound,
+    NotReadable,
     NotStorable,
     StateConflict,
     WaitTimeout,
@@ -94,6 +95,38 @@ def test_failed_run_tells_why(db: Database) -> None:
         assert not result.succeeded
         assert "no numbers today" in result.errors["numbers"]
         assert client.result(result.run_id, "total") is None
+
+
+def test_outputs_beyond_python_are_refused_by_name(db: Database) -> None:
+    """PostgreSQL keeps them, and gives them as text. The other outputs can be had."""
+    tasks = [{"name": name} for name in ("deep", "fine", "long")]
+    outputs = {"deep": "[" * 5000 + "]" * 5000, "fine": "1", "long": "1" + "0" * 5000}
+    with db.connect() as connection, Client(db.dsn) as client:
+        client.define({"name": "odd", "tasks": tasks})
+        run_id = client.trigger("odd")
+        connection.execute("select flowforge.dispatch_ready()")
+        for handler, task_run, token in connection.execute(
+            "select handler, task_run_id, fencing_token "
+            "from flowforge.claim_next('{default}', 'w', gen_random_uuid(), '1 min', 3)"
+        ).fetchall():
+            connection.execute(
+                "select flowforge.finish_task_run(%s, %s, 'succeeded', %s::jsonb)",
+                [task_run, token, outputs[handler.removeprefix("odd.")]],
+            )
+        connection.execute("select flowforge.settle_finished()")
+        assert client.result(run_id, "fine") == 1
+        for task, why in (("deep", "nested too deeply"), ("long", "digits")):
+            with pytest.raises(NotReadable, match=rf"'{task}' of run {run_id} .*{why}.*flowforge show"):
+                client.result(run_id, task)
+        for ask in (client.result, client.wait):
+            with pytest.raises(NotReadable, match=f"'(deep|long)' of run {run_id} "):
+                ask(run_id)
+
+
+def test_a_whole_number_out_of_range_is_not_called_another_thing(client: Client) -> None:
+    for number, says in ((10**20, "priority is far too large"), (-(10**20), "priority is far too small")):
+        with pytest.raises(InvalidArgument, match=says):
+            client.trigger(flow, priority=number)
 
 
 def test_same_key_is_the_same_run(client: Client) -> None:
@@ -219,7 +252,7 @@ def test_errors_name_what_is_wrong(client: Client) -> None:
         (lambda client: client.wait("abc"), "run_id must be a whole number, not 'abc'"),
         (lambda client: client.wait(1, timeout="10x"), "timeout must be a number of seconds .*, not '10x'"),
         (lambda client: client.wait(1, timeout=-1), "timeout must be a number of seconds from 0, .* not -1"),
-        (lambda client: client.result(2**63), "run_id must be a whole number, not 9223372036854775808"),
+        (lambda client: client.result(2**63), "run_id is far too large"),
         (lambda client: client.result(1, 7), "task must be text, not 7"),
         (lambda client: client.cancel(None), "run_id must be a whole number, not None"),
         (lambda client: client.cancel(1, reason=7), "reason must be text, not 7"),
@@ -403,6 +436,8 @@ def test_database_comes_from_the_environment(db: Database, monkeypatch: pytest.M
     for garbage in ("garbage", 7):
         with pytest.raises(ConfigError, match=r"^dsn is not a PostgreSQL connection string"):
             Client(garbage)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="dsn is empty"):
+        Client("")
     monkeypatch.delenv("FLOWFORGE_DATABASE_URL")
     with pytest.raises(ConfigError, match="FLOWFORGE_DATABASE_URL"):
         Client()

@@ -127,8 +127,8 @@ def test_the_json_of_the_definition_is_the_workflow_of_the_guide(db: Database) -
 def test_the_guide_to_python_names_all_there_is() -> None:
     """Every option of a task and every public name of a context."""
     text = (ROOT / "docs/python.md").read_text()
-    for option in inspect.signature(Workflow.task).parameters:
-        assert option in ("self", "function") or f"`{option}`" in text, option
+    for option in inspect.signature(Workflow.task).parameters.values():
+        assert option.kind is not option.KEYWORD_ONLY or f"`{option.name}`" in text, option
     for name in vars(Context):
         assert name.startswith("_") or re.search(rf"`ctx\.{name}\b", text), name
 

@@ -230,7 +230,7 @@ def test_an_owner_without_superuser_makes_roles_and_gives_all_to_the_owner_role(
     # Another login, in another database, finds the roles made by somebody else.
     other = login(own_server, "two", "stranger", "createrole")
     if own_server.version >= 16:
-        with pytest.raises(MissingPrivilege, match='grant flowforge_owner to "stranger"'):
+        with pytest.raises(MissingPrivilege, match="as a member of flowforge_owner"):
             migrate(other)
         with own_server.connect() as conn:
             conn.execute("grant flowforge_owner to stranger")
@@ -263,6 +263,11 @@ def test_a_login_that_may_not_create_in_the_database_is_told_so(db: Database) ->
         conn.execute("drop schema flowforge cascade")
     with pytest.raises(MissingPrivilege, match=f'lacks CREATE on database "{db.name}"; remedy: grant create'):
         migrate(dsn)
+
+
+def test_a_login_of_an_application_is_not_made_the_owner(db: Database) -> None:
+    with pytest.raises(MissingPrivilege, match="remedy: run it as an administrator, or as a member"):
+        migrate(db.create_login("flowforge_client"))
 
 
 def test_a_schema_that_belongs_to_another_is_taken_over_or_refused(db: Database) -> None:

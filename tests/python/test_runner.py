@@ -135,7 +135,12 @@ def test_a_lost_connection_is_replaced_with_one_line_each(
         wait_until(lambda: probe.connections == 2, "the new connection")
         wait_until(lambda: running.health.state == "ok", "health")
     events = [line["event"] for line in written() if line["event"] != "listening again on a new connection"]
-    assert events == ["connected", "no database; trying again", "connected again", "stopped"]
+    assert events == [
+        "connected to PostgreSQL",
+        "no database; trying again",
+        "connected to PostgreSQL again",
+        "stopped",
+    ]
     assert all(line["daemon"] == "probe" and line["time"] and line["level"] for line in written())
 
 
@@ -494,7 +499,8 @@ def test_a_signal_stops_an_idle_daemon(config: Config, tmp_path: Path, number: s
     daemon.send_signal(number)
     _, errors = daemon.communicate(timeout=TIMEOUT)
     assert daemon.returncode == runner.EXIT_OK
-    assert [json.loads(line)["event"] for line in errors.splitlines()] == ["connected", "stopped"]
+    events = [json.loads(line)["event"] for line in errors.splitlines()]
+    assert events == ["connected to PostgreSQL", "stopped"]
 
 
 def test_a_crash_point_kills_without_warning(config: Config, db: Database) -> None:
@@ -537,6 +543,7 @@ def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
     try:
         probe = log.of("probe")
         probe.info("did it", run=1, error='a "b" c', empty="")
+        probe.info("nothing for terminals", error="\x1b[2J\x9b")
         probe.debug("not shown")
         try:
             raise ValueError("why")
@@ -544,7 +551,8 @@ def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
             probe.exception("failed", token=2)
     finally:
         log.reset()
-    first, second, *trace = stream.getvalue().splitlines()
+    first, hostile, second, *trace = stream.getvalue().splitlines()
+    assert hostile.endswith(r"error=\x1b[2J\x9b")
     assert first.endswith('info    probe: did it run=1 error="a \\"b\\" c" empty=""')
     assert second.endswith("error   probe: failed token=2")
     assert trace[-1] == "ValueError: why"
