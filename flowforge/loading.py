@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,6 +49,10 @@ def load_workflows(places: Iterable[str]) -> list[Workflow]:
 
 
 def _import(name: str) -> ModuleType:
+    if Path(name).is_file() or not all(part.isidentifier() for part in name.split(".")):
+        parts = Path(name.removesuffix(".py")).parts
+        such = f": {'.'.join(parts)}" if parts and all(map(str.isidentifier, parts)) else ""
+        raise ConfigError(f"no module {name!r}: give its dotted name, without .py{such}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -62,15 +67,21 @@ def _import(name: str) -> ModuleType:
 
 
 def _blamed(name: str, error: BaseException) -> str:
-    """What went wrong in the module and where, in one line: the innermost place outside this package."""
-    package = str(Path(__file__).parents[1])
+    """What went wrong in the module and where, in one line: the innermost place that is the user's own, or
+    else that is neither of Python nor of this package."""
+    python = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen ")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and not frame.filename.startswith(package)
+        if not frame.filename.startswith(python) or _is_installed(frame.filename)
     ]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    own = [frame for frame in frames if not _is_installed(frame.filename)] or frames
+    place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
     return f"module {name} cannot be imported: {place}{type(error).__name__}: {error}"
+
+
+def _is_installed(filename: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts)
 
 
 def _names(module: ModuleType) -> str:

@@ -19,8 +19,10 @@ from flowforge.cli.common import (
     find_database,
     json_option,
     print_json,
+    say,
     seconds,
 )
+from flowforge.cli.registration import warn_of_unregistered
 from flowforge.config import Config, given, variable, without_password
 from flowforge.errors import ConfigError
 
@@ -280,6 +282,7 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
     config = _configured(database_url, flags)
     workflows = load_workflows(modules)
     config = _serving(config, flags["queues"], workflows)
+    warn_of_unregistered(config, workflows)
     ctx.exit(daemon.run(daemon.handlers_of(workflows), config, sources=modules))
 
 
@@ -360,7 +363,7 @@ def _ready(as_json: bool) -> Callable[[Up], None]:
         lines = ["FlowForge is ready."]
         if up.directory is not None:
             lines.append(f"  data       {up.directory}")
-        lines.append(f"  database   {url}")
+        lines.append(f"  database   {shlex.quote(url)}")
         lines += [
             f"  workflow   {each.workflow} v{each.version}{' (new)' if each.created else ''}"
             for each in up.workflows
@@ -368,7 +371,7 @@ def _ready(as_json: bool) -> Callable[[Up], None]:
         if up.workflows:
             lines.append(_next_step(up))
         lines.append("Press Ctrl-C to stop.")
-        click.echo("\n".join(lines))
+        say("\n".join(lines))
 
     return announce
 

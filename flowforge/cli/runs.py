@@ -24,13 +24,21 @@ from flowforge.cli.common import (
     print_json,
     print_table,
     run_argument,
+    say,
     seconds,
     select,
     state_text,
 )
 from flowforge.cli.exits import EXIT_FAILED
 from flowforge.cli.watch import follow, goes_on, telling_how_to_go_on
-from flowforge.errors import FlowForgeError, MissingPrivilege, NotFound, WaitTimeout, first_line
+from flowforge.errors import (
+    FlowForgeError,
+    MissingPrivilege,
+    NotFound,
+    NotReadable,
+    WaitTimeout,
+    first_line,
+)
 
 if TYPE_CHECKING:
     from flowforge.client import Client, RunResult
@@ -138,7 +146,7 @@ def trigger(
             # Whatever happened to the waiting: the caller learns which run it is.
             if as_json:
                 print_json({"run_id": run_id, "workflow": workflow})
-            if isinstance(error, FlowForgeError) and not isinstance(error, WaitTimeout):
+            if isinstance(error, FlowForgeError) and not isinstance(error, WaitTimeout | NotReadable):
                 click.echo(goes_on(run_id), err=True)
             raise
     _print_result(result, as_json)
@@ -152,29 +160,28 @@ def _await(
     """How the run ended; meanwhile, unless `quiet`, a picture of it on standard error."""
     from rich.console import Console
 
-    with telling_how_to_go_on(run_id, timeout):
-        if not quiet:
-            out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
-            try:
-                with database(database_url) as connection:
-                    follow(connection, run_id, out=out, timeout=timeout)
-            except MissingPrivilege:
-                # A client may ask for the result of its run, and not see how it gets on.
-                click.echo(f"Waiting for run {run_id} (a live picture takes flowforge_reader).", err=True)
-        with acting("flowforge_client"):
-            return client.wait(run_id, timeout=timeout)
+    may_watch = not quiet
+    if not quiet:
+        out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
+        try:
+            with telling_how_to_go_on(run_id, timeout), database(database_url) as connection:
+                follow(connection, run_id, out=out, timeout=timeout)
+        except MissingPrivilege:
+            # A client may ask for the result of its run, and not see how it gets on.
+            may_watch = False
+            click.echo(f"Waiting for run {run_id} (a live picture takes flowforge_reader).", err=True)
+    with telling_how_to_go_on(run_id, timeout, may_watch), acting("flowforge_client"):
+        return client.wait(run_id, timeout=timeout)
 
 
 def _print_result(result: RunResult, as_json: bool) -> None:
-    from dataclasses import asdict
-
     if as_json:
-        print_json(asdict(result))
+        print_json(vars(result))
         return
     for task, output in result.outputs.items():
-        click.echo(f"{task}: {json.dumps(output, ensure_ascii=False)}")
+        say(f"{task}: {json.dumps(output, ensure_ascii=False)}")
     for task, error in result.errors.items():
-        click.echo(f"{task} failed: {first_line(error)}", err=True)
+        say(f"{task} failed: {first_line(error)}", err=True)
     if result.errors:
         click.echo(f"More: {command(f'show {result.run_id}')}", err=True)
 

@@ -357,20 +357,21 @@ def _note(task: dict[str, Any]) -> Any:
     return Text(visible(", ".join(parts)), style="dim", overflow="ellipsis", no_wrap=True)
 
 
-def goes_on(run_id: int) -> str:
-    """What to tell whoever no longer waits for a run."""
-    return f"Run {run_id} goes on: {command(f'watch {run_id}')}, or {command(f'cancel {run_id}')}"
+def goes_on(run_id: int, may_watch: bool = True) -> str:
+    """What to tell whoever no longer waits for a run, and perhaps may not watch it."""
+    watching = f"{command(f'watch {run_id}')}{'' if may_watch else ' (takes flowforge_reader)'}"
+    return f"Run {run_id} goes on: {watching}, or {command(f'cancel {run_id}')}"
 
 
 @contextmanager
-def telling_how_to_go_on(run_id: int, timeout: float | None) -> Iterator[None]:
+def telling_how_to_go_on(run_id: int, timeout: float | None, may_watch: bool = True) -> Iterator[None]:
     """A wait for the run, whose end before the run's says how to go on."""
     try:
         yield
     except WaitTimeout:
-        raise WaitTimeout(f"not ended after {timeout:g} s. {goes_on(run_id)}") from None
+        raise WaitTimeout(f"not ended after {timeout:g} s. {goes_on(run_id, may_watch)}") from None
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(goes_on(run_id)) from None
+        raise KeyboardInterrupt(goes_on(run_id, may_watch)) from None
 
 
 @click.command()

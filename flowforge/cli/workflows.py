@@ -20,6 +20,7 @@ from flowforge.cli.common import (
     parse_json,
     print_json,
     print_table,
+    say,
     select,
 )
 from flowforge.cli.exits import EXIT_FAILED
@@ -63,7 +64,7 @@ def define(sources: tuple[str, ...], database_url: str | None, as_json: bool) ->
                 print_json(asdict(defined))
             else:
                 is_new = "new" if defined.created else "known already"
-                click.echo(f"{defined.workflow} v{defined.version}: {is_new}")
+                say(f"{defined.workflow} v{defined.version}: {is_new}")
 
 
 def _read(source: str) -> tuple[str, Any]:

@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
-from flowforge import Client, Workflow, errors, runner
+from flowforge import Client, Workflow, errors, log, runner
 from flowforge.cli import cli, exits, find_command
+from flowforge.cli.registration import warn_of_unregistered
 from flowforge.cli.common import database
 from flowforge.config import Config
 from flowforge.loading import load_workflows
@@ -45,6 +46,13 @@ def test_overview_names_every_command_and_exit_code() -> None:
         assert re.search(rf"^  {command} +\S.*[^.]\.$", result.stdout, re.MULTILINE), command
     for code, meaning in exits.EXITS.items():
         assert re.search(rf"^ *{code} +{re.escape(meaning)}$", result.stdout, re.MULTILINE)
+
+
+def test_a_command_that_is_mistyped_is_guessed() -> None:
+    says = "No such command 'triger'. Did you mean 'trigger'?"
+    assert says in Shell("")("triger", "etl", code=exits.EXIT_USAGE).stderr
+    assert "Did you mean" not in Shell("")("zzz", code=exits.EXIT_USAGE).stderr
+    assert "No such option" in Shell("")("--triger", code=exits.EXIT_USAGE).stderr
 
 
 def test_exit_codes_are_those_of_the_daemons() -> None:
@@ -184,6 +192,22 @@ def test_connection_string_that_is_none_is_blamed_on_whoever_gave_it() -> None:
         assert told == f"error: FLOWFORGE_DATABASE_URL {says} (URI or key=value)\n"
 
 
+def test_an_empty_option_is_no_wish_for_the_embedded_database() -> None:
+    """But a variable of the shell that was not set."""
+    for command in (["runs"], ["trigger", "x"], ["migrate"], ["scheduler"], ["up"], ["doctor"]):
+        told = Shell("host=nowhere")(*command, "--database-url", " ", code=exits.EXIT_USAGE).stderr
+        assert "Invalid value for '--database-url': it is empty" in told
+
+
+def test_blanks_around_a_connection_string_mean_nothing(db: Database) -> None:
+    """As at the end of a file that holds one."""
+    for url in (f"{db.dsn}\n", f" {make_conninfo(db.dsn)}\r\n"):
+        Shell(url)("runs", code=exits.EXIT_FAILED)
+        Shell("host=nowhere")("runs", "--database-url", url, code=exits.EXIT_FAILED)
+        with Client(url) as client:
+            assert client.define(flow).workflow == "orders"
+
+
 def test_refused_connection_says_what_to_check(db: Database) -> None:
     wrong = Shell(make_conninfo(db.dsn, dbname="nosuch"))
     for command in (("runs",), ("trigger", "orders")):
@@ -284,10 +308,16 @@ def test_workflows_are_found_in_modules(modules: Path) -> None:
     [
         ("", "jobs_bad", "holds no Workflow"),
         ("", "jobs_missing", "no module 'jobs_missing'"),
-        ("", "jobs_bad.py", "without .py"),
+        ("", "jobs_bad.py", "without .py: jobs_bad$"),
+        ("", "./jobs_bad.py", "without .py: jobs_bad$"),
+        ("", "/nowhere/jobs.py", "without .py$"),
+        ("", "", "without .py$"),
         ("x = 1", "jobs_bad:x", "has no Workflow 'x'; it has: none"),
         ("import nonexistent_module", "jobs_bad", r"jobs_bad\.py:1: ModuleNotFoundError"),
         ("\n1/0", "jobs_bad", r"jobs_bad\.py:2: ZeroDivisionError"),
+        ("import os\nos.environ['NONE']", "jobs_bad", r"jobs_bad\.py:2: KeyError: 'NONE'"),
+        ("import json\njson.loads('{')", "jobs_bad", r"jobs_bad\.py:2: JSONDecodeError"),
+        ("import click\nclick.Option([])", "jobs_bad", r"jobs_bad\.py:2: TypeError"),
         ("raise SystemExit(3)", "jobs_bad", "SystemExit: 3"),
         (
             "from flowforge import Workflow\na = Workflow('same')\nb = Workflow('same')",
@@ -300,7 +330,7 @@ def test_workflows_are_found_in_modules(modules: Path) -> None:
 def test_modules_that_will_not_do(modules: Path, source: str, place: str, says: str) -> None:
     (modules / "jobs_bad.py").write_text(source)
     result = Shell("postgresql://127.0.0.1:1/x")("worker", place, code=exits.EXIT_CONFIG)
-    assert re.search(says, result.stderr), result.stderr
+    assert re.search(says, result.stderr.rstrip()), result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -361,6 +391,30 @@ def test_option_that_will_not_do_is_blamed_by_its_name(option: str, value: str, 
         told = Shell("host=nowhere")(command, "jobs", option, value, code=exits.EXIT_USAGE).stderr
         assert option in told.partition("Invalid value for ")[2].partition(": ")[0]
         assert says in told
+
+
+def test_a_worker_warns_of_what_is_not_registered(db: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where its login may see that, and never in the way of its work."""
+    config = Config(database_url=db.dsn, queues=("default",))
+    two = Workflow("two")
+    two.task(name="here")(lambda ctx: None)
+    log.configure()
+
+    def told(url: str) -> str:
+        warn_of_unregistered(config.replace(database_url=url), [flow, two])
+        return capsys.readouterr().err
+
+    with Client(db.dsn) as client:
+        client.define({"name": "two", "tasks": [{"name": each} for each in ("here", "gone", "lost")]})
+        says = told(db.dsn)
+        assert "workflow 'orders' is not registered; run flowforge define MODULE" in says
+        assert re.search("registered version of workflow 'two' has tasks whose .* tasks=gone,lost", says)
+        assert told(db.create_login("flowforge_worker")) == ""
+        assert told("postgresql://127.0.0.1:1/x") == ""
+        client.define(flow)
+        elsewhere = [{"name": "here"}, {"name": "gone", "queue": "elsewhere"}]
+        client.define({"name": "two", "tasks": elsewhere})
+        assert told(db.dsn) == ""
 
 
 def test_publisher_without_a_broker_says_what_to_set(db: Database) -> None:
