@@ -17,7 +17,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from uuid import UUID
 
 import psycopg
@@ -51,6 +51,13 @@ class Renewer(Protocol):
 
     def renew_soon(self, execution: Execution) -> None:
         """Renew this one at once."""
+
+
+class _Upstream(dict[str, Any]):
+    """What is known of the upstreams, by task. Says which there are when asked for another one."""
+
+    def __missing__(self, task: str) -> NoReturn:
+        raise KeyError(f"{task!r} is not among these upstream tasks: {', '.join(self) or 'none'}")
 
 
 class Context:
@@ -126,12 +133,14 @@ class Context:
     @property
     def upstream(self) -> Mapping[str, Any]:
         """The outputs of the upstream tasks that succeeded, by task name, but for a mapped array."""
-        return MappingProxyType(self._decoded("upstream", self._execution.claim.upstream_outputs) or {})
+        outputs = self._decoded("upstream", self._execution.claim.upstream_outputs)
+        return MappingProxyType(_Upstream(outputs or {}))
 
     @property
     def upstream_states(self) -> Mapping[str, str]:
         """The states of the upstream tasks, by task name."""
-        return MappingProxyType(self._decoded("states", self._execution.claim.upstream_states) or {})
+        states = self._decoded("states", self._execution.claim.upstream_states)
+        return MappingProxyType(_Upstream(states or {}))
 
     @property
     def item(self) -> Any:
@@ -156,8 +165,12 @@ class Context:
         Cancelled when the lease is lost or the worker ends. A run being cancelled does not matter here.
         """
         self._execution.raise_if_not_owner()
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"fraction must be between 0 and 1, not {fraction!r}")
+        try:
+            allowed = 0 <= fraction <= 1
+        except TypeError:
+            allowed = False
+        if not allowed:
+            raise ValueError(f"fraction must be a number between 0 and 1, not {fraction!r}")
         self._execution.progress = (
             float(fraction),
             None if message is None else storable(message[:_MOST_MESSAGE]),

@@ -621,6 +621,8 @@ def test_progress_is_coalesced_and_the_last_one_counts(bench: Bench) -> None:
             ctx.progress(1.5)
         with pytest.raises(ValueError, match="between 0 and 1"):
             ctx.progress(float("nan"))
+        with pytest.raises(ValueError, match="a number between 0 and 1, not 'half'"):
+            ctx.progress("half")  # type: ignore[arg-type]
         gate.wait()
 
     bench.execute(
@@ -643,6 +645,29 @@ def test_progress_is_coalesced_and_the_last_one_counts(bench: Bench) -> None:
     assert message == "done\ufffd" + "!" * 995
     # About one a second, not one for each round trip.
     assert bench.one("select last_value from public.reports") <= 3 + took[0]
+
+
+def test_an_upstream_that_there_is_not_is_told_with_those_there_are(bench: Bench) -> None:
+    workflow = Workflow("w")
+
+    @workflow.task
+    def first(ctx: Context) -> int:
+        return 1
+
+    @workflow.task(after=first)
+    def second(ctx: Context) -> list[Any]:
+        for known in (ctx.upstream, ctx.upstream_states):
+            assert known.get("frist") is None
+            assert "frist" not in known
+            with pytest.raises(KeyError, match="'frist' is not among these upstream tasks: first"):
+                known["frist"]
+        return [dict(ctx.upstream), dict(ctx.upstream_states)]
+
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert bench.task(run, "second")["output"] == [{"first": 1}, {"first": "succeeded"}]
 
 
 def test_contexts_work_in_threads_of_the_handler(bench: Bench) -> None:

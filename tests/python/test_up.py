@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,8 +99,9 @@ def test_ctrl_c_lets_handlers_finish_and_stops_everything(project: Path) -> None
     was running is in the database, which was there to take it."""
     with command_up(project) as process:
         below = psutil.Process(process.pid).children(recursive=True)
-        dsn = running_dsn(project / "pg")
-        assert dsn is not None
+        [line] = re.findall("^  database   (.+)$", (project / "told").read_text(), re.MULTILINE)
+        [dsn] = shlex.split(line)  # as pasted into a shell
+        assert dsn == running_dsn(project / "pg")
         with Client(dsn) as client:
             run_id = client.trigger("slow", {"begun": str(project / "begun")})
         wait_until(lambda: (project / "begun").exists(), "the handler's start")
