@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowforge import Context, Workflow
+from flowforge import Context, Retry, Workflow
 
 
 def flow(name: str, **options: Any) -> Callable[[Callable[[Context], Any]], Workflow]:
@@ -98,6 +98,11 @@ def near(ctx: Context) -> int:
 
 @flow("pid")
 def pid(ctx: Context) -> int:
+    return os.getpid()
+
+
+@flow("quick", time_limit=0.5, retry=Retry(max_attempts=100, delay=0))
+def quick(ctx: Context) -> int:
     return os.getpid()
 
 

@@ -35,7 +35,7 @@ class Scene:
     other."""
 
     def __init__(self, bench: Bench, directory: Path) -> None:
-        self.bench, self.directory = bench, directory
+        self.bench, self.directory, self.before = bench, directory, set[psutil.Process]()
         self._witness, self._go = directory / "witness", directory / "go"
         bench.execute("create table public.booked (value bigint)")
 
@@ -58,10 +58,10 @@ class Scene:
     def worker(self, *workflows: Workflow, **settings: Any) -> Iterator[RunningWorker]:
         """A worker for the time of the block, after which no process is left and nothing is broken."""
         given = {"isolation": "processes", "lease": LEASE, "sources": [FLOWS], **settings}
-        before = set(psutil.Process().children())
+        self.before = set(psutil.Process().children())
         with self.bench.worker(*workflows, **given) as running:
             yield running
-        assert not set(psutil.Process().children()) - before
+        assert not set(psutil.Process().children()) - self.before
         assert self.bench.violations() == []
 
     def run(self, workflow: Workflow, **value: Any) -> dict[str, Any]:
@@ -236,24 +236,16 @@ def test_a_task_killed_by_its_memory_limit_among_a_thousand_others(any_scene: Sc
     assert "isolated_flows.py" in error
 
 
-@pytest.mark.parametrize("what", ["a block", "small objects", "its result", "in a group"])
-def test_what_runs_out_of_memory_says_so_and_its_process_is_replaced(scene: Scene, what: str) -> None:
+def test_what_runs_out_of_memory_says_so_and_its_process_is_replaced(scene: Scene) -> None:
     with scene.worker(flows.eats, concurrency=1, memory_limit=128):
         before = scene.run(flows.eats)["output"]
-        task = scene.run(flows.eats, eats=what)
-        assert task["error"].startswith("memory limit of 128 MiB exceeded: ")
-        assert scene.run(flows.eats)["output"] != before
-        assert gone(before)
-
-
-def test_a_memory_limit_that_leaves_nothing_ends_the_worker(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = scene.trigger(flows.pid)
-    with scene.worker(flows.pid, memory_limit=16) as worker:
-        assert worker.wait_ended() == runner.EXIT_ERROR
-    assert "a memory limit of 16 MiB leaves less than 8 MiB to handlers" in caplog.text
-    assert scene.bench.task(run, "task")["reaps"] == 0
+        for what in ("a block", "small objects", "its result", "in a group"):
+            error = scene.run(flows.eats, eats=what)["error"]
+            assert error.startswith("memory limit of 128 MiB exceeded: "), what
+            after = scene.run(flows.eats)["output"]
+            assert after != before, what
+            assert gone(before), what
+            before = after
 
 
 # -- what dies
@@ -297,34 +289,24 @@ def test_a_task_that_always_crashes_fails_with_a_reason(scene: Scene) -> None:
 # -- what is no business of a handler
 
 
-@pytest.mark.parametrize(
-    ("do", "expected"),
-    [
-        ("forks", {"exit code": 0}),
-        ("prints bytes", 5),
-        ("ends another", -signal.SIGTERM),
-        ("leaves", "SystemExit: 5"),
-        ("closes everything", "given up after 1 executions"),
-        ("closes everything and hangs", "given up after 1 executions"),
-        ("leaves a daemon", "given up after 1 executions"),
-    ],
-)
-def test_what_a_handler_does_to_its_process_ends_in_its_state(scene: Scene, do: str, expected: Any) -> None:
+def test_what_a_handler_does_to_its_process_ends_in_its_state(scene: Scene) -> None:
+    outputs = {"forks": {"exit code": 0}, "prints bytes": 5, "ends another": -signal.SIGTERM}
+    errors = {
+        "leaves": "SystemExit: 5",
+        "closes everything": "given up after 1 executions",
+        "closes everything and hangs": "given up after 1 executions",
+        "leaves a daemon": "given up after 1 executions",
+    }
     with scene.worker(flows.odd, concurrency=1):
-        task = scene.run(flows.odd, do=do)
-        assert scene.run(flows.odd, do="large", value="next")["output"] == "next"
-    if isinstance(expected, str):
-        assert expected in task["error"]
-    else:
-        assert task["output"] == expected
-    for daemon in scene.pids():
-        os.kill(daemon, signal.SIGKILL)
-
-
-def test_values_of_16_mb_go_in_and_out(scene: Scene) -> None:
-    value = "x" * 16_000_000
-    with scene.worker(flows.odd):
-        assert scene.run(flows.odd, do="large", value=value)["output"] == value
+        for do, output in outputs.items():
+            assert scene.run(flows.odd, do=do)["output"] == output, do
+        large = "x" * 16_000_000
+        assert scene.run(flows.odd, do="large", value=large)["output"] == large
+        for do, error in errors.items():
+            assert error in scene.run(flows.odd, do=do)["error"], do
+            assert scene.run(flows.odd, do="large", value="next")["output"] == "next", do
+    [daemon] = scene.pids()
+    os.kill(daemon, signal.SIGKILL)
 
 
 def test_a_process_has_its_socket_and_nothing_else_of_the_worker(scene: Scene) -> None:
@@ -353,6 +335,8 @@ def handlers_in(scene: Scene, monkeypatch: pytest.MonkeyPatch, code: str) -> str
         ("from flowforge import Workflow\nother = Workflow('o')\nother.task(name='o')(print)",
          "module_of_test held handler 'pid.task' only in the worker"),
         ("while True: pass", "a process for handlers was not ready after 1 s"),
+        ("from tests.python.isolated_flows import pid; kept = bytearray(60_000_000)",
+         "a memory limit of 64 MiB leaves less than 8 MiB to handlers"),
     ],
 )  # fmt: skip
 def test_a_process_that_is_of_no_use_ends_the_worker(
@@ -362,12 +346,32 @@ def test_a_process_that_is_of_no_use_ends_the_worker(
     if "while" in code:
         monkeypatch.setattr(children, "START_LIMIT", 1)
     run = scene.trigger(flows.pid)
-    with scene.worker(flows.pid, sources=[handlers_in(scene, monkeypatch, code)]) as worker:
+    source = handlers_in(scene, monkeypatch, code)
+    with scene.worker(flows.pid, sources=[source], memory_limit=64) as worker:
         assert worker.wait_ended() == runner.EXIT_ERROR
         assert worker.worker.health.state == "failed"
     assert told in caplog.text
     task = scene.bench.task(run, "task")
     assert (task["state"], task["attempt"], task["reaps"]) == ("ready", 1, 0)
+
+
+def test_a_time_limit_shorter_than_the_start_of_a_process_gets_its_turn(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given back while the process goes on starting, for the next."""
+    code = f"""
+from pathlib import Path
+from tests.python.isolated_flows import quick
+while not Path({str(scene.directory / "go")!r}).exists(): pass
+"""
+    run = scene.trigger(flows.quick)
+    source = handlers_in(scene, monkeypatch, code)
+    with scene.worker(flows.quick, sources=[source], concurrency=1) as worker:
+        wait_until(lambda: worker.counts["claimed"] >= 2, "a second claim")
+        [process] = set(psutil.Process().children()) - scene.before
+        scene.go()
+        task = scene.ended(run)
+        assert (task["state"], task["output"]) == ("succeeded", process.pid)
 
 
 def test_without_the_names_of_modules_there_are_no_processes(scene: Scene) -> None:
