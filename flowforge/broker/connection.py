@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pika
 import pika.exceptions
@@ -54,6 +54,8 @@ Steps = Generator[Callable[[Resume], None], Any, Any]
 
 class Client(threading.Thread, abc.ABC):
     """A connection in its own thread. Everything with an underscore runs in that thread, the rest in any."""
+
+    answer_limit: ClassVar[float] = 30.0  # seconds that the broker has for each step, such as a declaration
 
     def __init__(self, config: Config, name: str) -> None:
         super().__init__(name=f"flowforge-broker-{name}", daemon=True)
@@ -247,7 +249,32 @@ class Client(threading.Thread, abc.ABC):
             return self._abort(str(exc))
         except pika.exceptions.AMQPError as exc:
             return self._abort(cause(exc))
-        return operation(lambda value=None, error=None: self._step(steps, generation, value, error))
+        return operation(self._in_time(functools.partial(self._step, steps, generation)))
+
+    def _in_time(self, resume: Resume) -> Resume:
+        """`resume`, to be called within `answer_limit`: else the connection is ended. A broker may send its
+        heartbeats and yet never answer, while the next one would."""
+        generation = self.generation
+        timer: Any = None
+
+        def wait() -> None:
+            nonlocal timer
+            timer = self._loop.call_later(self.answer_limit, over)
+
+        def over() -> None:
+            if generation != self.generation:
+                return
+            if self.state == "blocked":
+                wait()  # it answers nothing until its alarm ends
+            else:
+                self._abort(f"no answer within {self.answer_limit:g} s")
+
+        def answered(value: Any = None, error: BaseException | None = None) -> None:
+            self._loop.remove_timeout(timer)
+            resume(value, error)
+
+        wait()
+        return answered
 
     def _channel(self) -> Steps:
         connection = self._connection

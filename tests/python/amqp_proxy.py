@@ -36,7 +36,7 @@ class AmqpProxy:
     type, or a declaration of a queue whose name, is in `closures` does not reach the broker: its channel, or
     from code 500 on or 320 its connection, is closed with that reply code and text. After a message whose
     routing key is in `silent` nothing more is confirmed on its channel, as by a quorum queue without a
-    leader."""
+    leader. A declaration of a queue whose name is in `unanswered` is never answered."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -49,6 +49,7 @@ class AmqpProxy:
         self.confirms: list[Confirm] = []
         self.closures: dict[str, tuple[int, str]] = {}
         self.silent: set[str] = set()
+        self.unanswered: set[str] = set()
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
 
@@ -129,6 +130,8 @@ class _Link:
                     self._closed_to_client.discard(channel)
             elif (queue := getattr(method, "queue", None)) in self._proxy.closures:
                 self._close(channel, *self._proxy.closures[queue])
+            elif queue in self._proxy.unanswered:
+                continue
             elif isinstance(method, spec.Basic.Publish):
                 held[channel] = data
                 if method.routing_key in self._proxy.silent:
