@@ -267,8 +267,8 @@ def publisher(ctx: click.Context, /, database_url: str | None, **flags: Any) -> 
 def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | None, **flags: Any) -> None:
     """Run a worker for the workflows of Python modules.
 
-    It runs their handlers, and serves the queues that their tasks name ("default" for those that name none)
-    unless --queue says which. On SIGTERM or Ctrl-C it takes nothing new, lets handlers finish for the grace
+    NAME is the Python variable that holds one workflow of the module. The worker runs their handlers, and
+    serves the queues that their tasks name ("default" for those that name none) unless --queue says which. On SIGTERM or Ctrl-C it takes nothing new, lets handlers finish for the grace
     time and gives back the rest; asked a second time it stops at once.
 
     \b
@@ -320,7 +320,8 @@ def up(
     Brings up a private PostgreSQL (unless --database-url or FLOWFORGE_DATABASE_URL names one), creates the
     schema, registers the workflows of the given modules and runs them, and the publisher too when a broker
     is configured. It serves the queues that their tasks name ("default" for those that name none) unless
-    --queue says which. The data survives and is used again.
+    --queue says which. NAME is the Python variable that holds one workflow of the module. The data survives
+    and is used again.
 
     Other commands find the database by themselves while its data is where it is by default. Ctrl-C stops all
     of it once handlers have finished; a second one at once, with exit code 130.

@@ -39,6 +39,7 @@ def define(sources: tuple[str, ...], database_url: str | None, as_json: bool) ->
     under way keep their version. A workflow has to be registered before it can be triggered: run this
     when a new release of your workflows is installed. `flowforge up` does it by itself.
 
+    NAME is the Python variable that holds one workflow of the module.
     FILE.json, or - for standard input, holds one definition, as define_workflow in SQL takes it.
 
     \b

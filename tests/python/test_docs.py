@@ -124,6 +124,19 @@ def test_the_json_of_the_definition_is_the_workflow_of_the_guide(db: Database) -
         assert not client.define(guide.bills).created
 
 
+def test_the_limits_of_the_page_are_those_of_the_database(db: Database) -> None:
+    with db.connect() as conn:
+        limits = conn.execute(
+            "select name, value, minimum, maximum, meaning from flowforge.limits order by name"
+        ).fetchall()
+    rows = [
+        f"| `{name}` | {value:,} | {low:,} | {high:,} | {meaning} |"
+        for name, value, low, high, meaning in limits
+    ]
+    section = (ROOT / "docs/definition.md").read_text().partition("## Limits\n")[2].partition("\n## ")[0]
+    assert [line for line in section.splitlines() if line.startswith("| `")] == rows
+
+
 def test_the_guide_to_python_names_all_there_is() -> None:
     """Every option of a task and every public name of a context."""
     text = (ROOT / "docs/python.md").read_text()
