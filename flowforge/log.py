@@ -101,6 +101,8 @@ class _Text(logging.Formatter):
         fields = _fields(record)
         moment, level, event = fields.pop("time"), fields.pop("level"), fields.pop("event")
         daemon = fields.pop("daemon", record.name)
+        if "\n" in event:  # as the text of an exception may have
+            event = json.dumps(event, ensure_ascii=False)
         rest = "".join(f" {key}={_shown(value)}" for key, value in fields.items())
         line = f"{moment} {level:<7} {daemon}: {event}{rest}"
         return visible(f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line)

@@ -135,6 +135,30 @@ def _run_parts(
     health = runner.Health("up", config.health_file)
     for part in parts:
         part.thread.start()
+    try:
+        failure = _watch(parts, server, stop, ready, health)
+    except BaseException:
+        # Of `ready`, perhaps, whose output is gone. What runs must not outlive the server that it needs.
+        stop.request()
+        raise
+    finally:
+        health.report("stopping")
+        _await(parts, config, stop)
+    if failure is not None:
+        return failure
+    if stop.immediate:
+        return runner.EXIT_FORCED
+    return next((part.code for part in parts if part.code != runner.EXIT_OK), runner.EXIT_OK)
+
+
+def _watch(
+    parts: list[_Part],
+    server: EmbeddedPostgres | None,
+    stop: runner.Stop,
+    ready: Callable[[], None],
+    health: runner.Health,
+) -> int | None:
+    """Until asked to stop. The exit code of what ended by itself, which asks for it too."""
     announced = False
     failure: int | None = None
     while not stop.wait(_LOOK):
@@ -159,13 +183,7 @@ def _run_parts(
             # Nothing can be finished without it: no daemon needs to be waited for.
             stop.request()
             stop.request()
-    health.report("stopping")
-    _await(parts, config, stop)
-    if failure is not None:
-        return failure
-    if stop.immediate:
-        return runner.EXIT_FORCED
-    return next((part.code for part in parts if part.code != runner.EXIT_OK), runner.EXIT_OK)
+    return failure
 
 
 def _await(parts: list[_Part], config: Config, stop: runner.Stop) -> None:

@@ -537,6 +537,17 @@ def test_no_line_raises_once_the_stream_is_gone(monkeypatch: pytest.MonkeyPatch)
         log.reset()
 
 
+def test_an_event_of_several_lines_is_one_line() -> None:
+    stream = io.StringIO()
+    log.configure("text", "info", stream)
+    try:
+        log.of("probe").error('no schema\nHINT: run `migrate` für "x"', error="a\nb")
+    finally:
+        log.reset()
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith(r'error   probe: "no schema\nHINT: run `migrate` für \"x\"" error="a\nb"')
+
+
 def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
     stream = io.StringIO()
     log.configure("text", "info", stream)

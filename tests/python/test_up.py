@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -252,6 +254,25 @@ def test_part_that_fails_ends_the_others(db: Database, rabbit: Broker, amqp_name
     wrong = place._replace(netloc=f"nobody:wrong@{place.hostname}:{place.port}").geturl()
     config = Config(database_url=db.dsn, amqp_urls=(wrong,), namespace=amqp_namespace)
     assert up.run(config, [flow], stop=runner.Stop()) == runner.EXIT_BROKER
+
+
+def test_an_error_of_ready_stops_the_daemons_before_the_server(project: Path) -> None:
+    """Its output may be closed. Daemons left behind would meet a server that is being stopped."""
+
+    def ready(_: up.Up) -> None:
+        raise BrokenPipeError("closed")
+
+    daemons = {"flowforge-scheduler", "flowforge-worker"}
+    left: list[set[str]] = []
+
+    class Watched(EmbeddedPostgres):
+        def __exit__(self, *failure: Any) -> None:
+            left.append({thread.name for thread in threading.enumerate()} & daemons)
+            super().__exit__(*failure)
+
+    with pytest.raises(BrokenPipeError):
+        up.run(Config(), [flow], server=Watched(project / "data"), ready=ready, stop=runner.Stop())
+    assert left == [set()]
 
 
 def test_what_cannot_start_says_so(db: Database) -> None:
