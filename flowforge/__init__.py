@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowforge.client import Client, Defined, RunResult
     from flowforge.definition import Retry, Task, Workflow
-    from flowforge.errors import Cancelled, FlowForgeError, PermanentError
-    from flowforge.worker.context import Context
+    from flowforge.errors import Cancelled, FlowForgeError, NotStorable, PermanentError, TimeLimitExceeded
+    from flowforge.worker.context import Context, Transaction
 
 __version__ = "0.1.0"
 
@@ -23,10 +23,13 @@ _HOMES = {
     "Context": "worker.context",
     "Defined": "client",
     "FlowForgeError": "errors",
+    "NotStorable": "errors",
     "PermanentError": "errors",
     "Retry": "definition",
     "RunResult": "client",
     "Task": "definition",
+    "TimeLimitExceeded": "errors",
+    "Transaction": "worker.context",
     "Workflow": "definition",
 }
 
@@ -36,10 +39,13 @@ __all__ = [
     "Context",
     "Defined",
     "FlowForgeError",
+    "NotStorable",
     "PermanentError",
     "Retry",
     "RunResult",
     "Task",
+    "TimeLimitExceeded",
+    "Transaction",
     "Workflow",
 ]
 

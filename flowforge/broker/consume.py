@@ -63,11 +63,6 @@ class ConsumeChannel(Client):
         self._told_missing: list[str] = []
         self._looking = Backoff(first=0.2, cap=5.0)
 
-    @property
-    def paused(self) -> bool:
-        """Whether `pause` was called last."""
-        return self._paused
-
     def pause(self) -> None:
         """Stop taking messages. What arrives from now on is given back at once; what was delivered before is
         the caller's to settle."""

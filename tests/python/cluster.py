@@ -165,6 +165,7 @@ class Cluster:
                 "FLOWFORGE_LOG_LEVEL": "debug",
                 "FLOWFORGE_HEALTH_FILE": str(self.directory / f"health-{number}"),
                 "FLOWFORGE_TEST_WITNESS": str(self._witness),
+                "FLOWFORGE_TEST_CRASHES": "1",
                 "FLOWFORGE_POLL_INTERVAL": "0.2",
                 "FLOWFORGE_REAP_INTERVAL": "0.1",
                 "FLOWFORGE_RECOVER_INTERVAL": "0.1",

@@ -73,6 +73,7 @@ def process(daemon: str, config: Config, **environment: str) -> subprocess.Popen
             "FLOWFORGE_HEALTH_FILE": config.health_file,
             "FLOWFORGE_POLL_INTERVAL": str(config.poll_interval),
             "FLOWFORGE_LOG_FORMAT": "json",
+            "FLOWFORGE_TEST_CRASHES": "1",
             **environment,
         },
         stderr=subprocess.PIPE,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import flowforge
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGE = CHECKOUT / "flowforge"
 BANNED = {"celery", "kombu", "billiard", "vine"}
@@ -116,6 +118,14 @@ def test_library_is_imported_in_one_place(library: str, home: str) -> None:
         if name.split(".")[0] == library
     }
     assert users == {home}
+
+
+def test_what_handlers_catch_and_annotate_is_public() -> None:
+    assert set(flowforge.__all__) >= {
+        "Cancelled", "NotStorable", "PermanentError", "TimeLimitExceeded", "Transaction"
+    }  # fmt: skip
+    for name in flowforge.__all__:
+        assert getattr(flowforge, name).__name__ == name
 
 
 def test_using_the_package_imports_neither_broker_nor_migrations() -> None:

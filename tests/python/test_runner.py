@@ -513,6 +513,20 @@ def test_a_crash_point_kills_without_warning(config: Config, db: Database) -> No
     assert daemon.returncode == -signal.SIGKILL
 
 
+def test_one_stray_variable_kills_no_daemon(config: Config, tmp_path: Path) -> None:
+    config = config.replace(health_file=str(tmp_path / "health"))
+    daemon = process(
+        "Scheduler",
+        config,
+        FLOWFORGE_CRASH_AT="scheduler:before-settle_finished",
+        FLOWFORGE_TEST_CRASHES="",
+    )
+    wait_until(lambda: read_health(config.health_file)[0], "a tick")
+    daemon.terminate()
+    daemon.communicate(timeout=TIMEOUT)
+    assert daemon.returncode == runner.EXIT_OK
+
+
 def test_importing_the_runner_loads_neither_pika_nor_yoyo() -> None:
     command = "import sys, flowforge.runner; sys.exit(bool({'pika', 'yoyo'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", command], cwd=CHECKOUT, check=True)
