@@ -268,8 +268,9 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
     """Run a worker for the workflows of Python modules.
 
     NAME is the Python variable that holds one workflow of the module. The worker runs their handlers, and
-    serves the queues that their tasks name ("default" for those that name none) unless --queue says which. On SIGTERM or Ctrl-C it takes nothing new, lets handlers finish for the grace
-    time and gives back the rest; asked a second time it stops at once.
+    serves the queues that their tasks name ("default" for those that name none) unless --queue says which. On
+    SIGTERM or Ctrl-C it takes nothing new, lets handlers finish for the grace time and gives back the rest;
+    asked a second time it stops at once.
 
     \b
     Examples:

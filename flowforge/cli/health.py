@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from flowforge.cli.common import json_option, print_json, seconds
+from flowforge.cli.common import json_option, print_json, say, seconds
 from flowforge.cli.exits import EXIT_FAILED
 from flowforge.config import Config
 from flowforge.errors import ConfigError
@@ -42,5 +42,5 @@ def health(ctx: click.Context, /, file: str | None, max_age: float, as_json: boo
     if as_json:
         print_json({"well": well, "report": line})
     else:
-        click.echo(line)
+        say(line)
     ctx.exit(0 if well else EXIT_FAILED)

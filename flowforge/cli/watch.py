@@ -168,8 +168,9 @@ class Changes:
         run_changed = self._new(None, run["state"])
         if run_changed and not snapshot.ended:
             yield {"event": "run"} | run
-        for change in self._of_attempts(snapshot):
-            yield {"event": "attempt", "run_id": run["run_id"]} | change
+        head = {"event": "attempt", "run_id": run["run_id"]}
+        attempts = [head | change for change in self._of_attempts(snapshot)]
+        yield from (change for change in attempts if change["map_index"] is None)
         for task in snapshot.tasks:
             name = task["task"]
             if self._new(name, (task["state"], task["attempt"])) and task["state"] != "pending":
@@ -183,14 +184,17 @@ class Changes:
                     change = {"event": "progress", "run_id": run["run_id"], "task": name}
                     change |= {"done": task["done"], "total": task["map_count"]} if task["map_count"] else {}
                     yield change | {"fraction": fraction}
+        yield from (change for change in attempts if change["map_index"] is not None)
+        for name, count in self._of_repetitions(snapshot).items():
+            yield {"event": "repetitions", "run_id": run["run_id"], "task": name, "repeated": count}
         for waits, names in self._of_waits(snapshot).items():
             yield {"event": "waits", "run_id": run["run_id"], "tasks": names, "waits": waits}
         if run_changed and snapshot.ended:
             yield {"event": "run"} | run
 
     def _of_attempts(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-        """New failed attempts. The first look is at what is waited for; what went before it is history. Of a
-        map the first few, then how many there were each time their number has doubled.
+        """New failed attempts; of a map's elements the first few. The first look tells those whose successors
+        wait: what went before them is history.
         """
         first, known = self._attempts is None, self._attempts or set()
         self._attempts = known | {(each["task_run_id"], each["fencing_token"]) for each in snapshot.attempts}
@@ -203,11 +207,16 @@ class Changes:
                     continue
             kept = ("task", "map_index", "attempt", "outcome", "error", "again_in")
             yield {key: each[key] for key in kept}
+
+    def _of_repetitions(self, snapshot: Snapshot) -> dict[str, int]:
+        """How many attempts at a map's elements another one followed, each time that has doubled."""
+        found = {}
         for task in snapshot.tasks:
             doublings = ((task["repeated"] or 0) // _ATTEMPTS_TOLD).bit_length()
             if doublings > self._repeated.setdefault(task["task"], max(1, doublings)):
                 self._repeated[task["task"]] = doublings
-                yield {"task": task["task"], "repeated": task["repeated"]}
+                found[task["task"]] = task["repeated"]
+        return found
 
     def _of_waits(self, snapshot: Snapshot) -> dict[str, list[str]]:
         """The tasks that have waited for the same thing for a while, by what that is."""
@@ -238,6 +247,8 @@ def change_line(change: dict[str, Any]) -> str:
         names = change["tasks"][:_NAMES_TOLD]
         more = f" and {left} more" if (left := len(change["tasks"]) - len(names)) else ""
         return f"{', '.join(names)}{more}: waits: {change['waits']}"
+    if change["event"] == "repetitions":
+        return f"{change['task']}: {change['repeated']} attempts at elements have failed or were lost so far"
     if change["event"] == "attempt":
         return _attempt_line(change)
     took = duration(change["duration"])
@@ -250,8 +261,6 @@ def change_line(change: dict[str, Any]) -> str:
 
 
 def _attempt_line(change: dict[str, Any]) -> str:
-    if "repeated" in change:
-        return f"{change['task']}: {change['repeated']} attempts at elements have failed or were lost so far"
     element = "" if change["map_index"] is None else f"[{change['map_index']}]"
     what = f"{change['task']}{element}: attempt {change['attempt']} {change['outcome'].replace('_', ' ')}"
     error = f": {first_line(change['error'])}" if change["error"] else ""
@@ -312,6 +321,8 @@ def _waits(task: dict[str, Any]) -> str | None:
         waits, at = (None if task["running"] else task["next_waits"]), task["next_at"]
     elif task["state"] not in ("pending", "ready") or task["unmet"]:
         waits = None
+    elif waits and waits.startswith("until ") and task["attempt"] > 1:
+        waits = None  # told with the attempt that failed
     return None if waits is None else local_waits(waits, at)
 
 

@@ -531,7 +531,7 @@ def test_watch_tells_failed_attempts(db: Database, clock: Clock) -> None:
 
         def told() -> list[str]:
             found = changes.since(next(looks))
-            return [change_line(change) for change in found if change["event"] == "attempt"]
+            return [change_line(each) for each in found if each["event"] in ("attempt", "repetitions")]
 
         assert told() == []
         work(connection, "failed", "no luck\nat all")
