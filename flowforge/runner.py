@@ -22,11 +22,10 @@ from typing import Any, ClassVar
 
 import psycopg
 
-from flowforge import db, log
+from flowforge import db, exits, log
 from flowforge.config import Config
 from flowforge.errors import (
     BrokerBlocked,
-    BrokerError,
     BrokerUnavailable,
     ConfigError,
     DatabaseError,
@@ -41,27 +40,17 @@ from flowforge.listen import Listener, Waker
 from flowforge.migrate import check_schema
 from flowforge.stopping import SIGNALS, Remembered
 
-EXIT_OK = 0
-EXIT_ERROR = 1  # something unforeseen
-EXIT_CONFIG = 3  # a setting is missing or wrong
-EXIT_DATABASE = 4  # the database refuses this login for good
-EXIT_SCHEMA = 5  # the schema is missing or too old
-EXIT_PRIVILEGE = 6  # the login lacks a privilege
-EXIT_BROKER = 7  # the broker refuses for good: login, virtual host, a queue with other arguments
-EXIT_NO_SLOTS = 8  # every slot of a worker is lost to a handler that cannot be stopped
-EXIT_FORCED = 130  # a second signal: stopped at once
-
-
-def exit_code(exc: BaseException) -> int:
-    """The exit code that tells what kind of mistake ended a daemon."""
-    kinds: tuple[tuple[type[FlowForgeError], int], ...] = (
-        (ConfigError, EXIT_CONFIG),
-        (SchemaError, EXIT_SCHEMA),
-        (MissingPrivilege, EXIT_PRIVILEGE),
-        (DatabaseError, EXIT_DATABASE),
-        (BrokerError, EXIT_BROKER),
-    )
-    return next((code for kind, code in kinds if isinstance(exc, kind)), EXIT_ERROR)
+# With what daemons end.
+EXIT_OK = exits.EXIT_OK
+EXIT_ERROR = exits.EXIT_FAILED
+EXIT_CONFIG = exits.EXIT_CONFIG
+EXIT_DATABASE = exits.EXIT_DATABASE
+EXIT_SCHEMA = exits.EXIT_SCHEMA
+EXIT_PRIVILEGE = exits.EXIT_PRIVILEGE
+EXIT_BROKER = exits.EXIT_BROKER
+EXIT_NO_SLOTS = exits.EXIT_NO_SLOTS
+EXIT_FORCED = exits.EXIT_INTERRUPTED
+exit_code = exits.exit_code
 
 
 # -- stopping

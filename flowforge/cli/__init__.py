@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from flowforge import __version__, stopping
-from flowforge.cli.exits import EXIT_INTERRUPTED, EXITS, exit_code
 from flowforge.errors import FlowForgeError
+from flowforge.exits import EXIT_INTERRUPTED, EXITS, exit_code
 from flowforge.log import visible
 
 # Where each command is, in the order of the help.

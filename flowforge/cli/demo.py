@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from flowforge.cli.common import console, database, json_option, print_json
-from flowforge.cli.exits import EXIT_FAILED
+from flowforge.exits import EXIT_FAILED
 
 _PAGE = "flowforge-census.html"
 

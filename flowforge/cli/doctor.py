@@ -18,8 +18,8 @@ from flowforge.cli.common import (
     json_option,
     print_json,
 )
-from flowforge.cli.exits import EXIT_FAILED
 from flowforge.errors import ConfigError
+from flowforge.exits import EXIT_FAILED
 
 if TYPE_CHECKING:
     from flowforge.doctor import Finding, Status

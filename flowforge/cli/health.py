@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from flowforge.cli.common import json_option, print_json, say, seconds
-from flowforge.cli.exits import EXIT_FAILED
 from flowforge.config import Config
 from flowforge.errors import ConfigError
+from flowforge.exits import EXIT_FAILED
 
 
 @click.command()

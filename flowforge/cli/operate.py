@@ -18,7 +18,7 @@ from flowforge.cli.common import (
     seconds,
     select,
 )
-from flowforge.cli.exits import EXIT_FAILED
+from flowforge.exits import EXIT_FAILED
 
 _queue_argument = click.argument("queue", metavar="QUEUE")
 _PRUNE_BATCH = 1000  # runs deleted by one transaction

@@ -29,7 +29,6 @@ from flowforge.cli.common import (
     select,
     state_text,
 )
-from flowforge.cli.exits import EXIT_FAILED
 from flowforge.cli.watch import follow, goes_on, telling_how_to_go_on
 from flowforge.errors import (
     FlowForgeError,
@@ -39,6 +38,7 @@ from flowforge.errors import (
     WaitTimeout,
     first_line,
 )
+from flowforge.exits import EXIT_FAILED
 
 if TYPE_CHECKING:
     from flowforge.client import Client, RunResult

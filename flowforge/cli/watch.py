@@ -26,8 +26,8 @@ from flowforge.cli.common import (
     select,
     state_text,
 )
-from flowforge.cli.exits import EXIT_FAILED
 from flowforge.errors import NotFound, WaitTimeout, first_line
+from flowforge.exits import EXIT_FAILED
 from flowforge.log import visible
 
 if TYPE_CHECKING:

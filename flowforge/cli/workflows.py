@@ -23,8 +23,8 @@ from flowforge.cli.common import (
     say,
     select,
 )
-from flowforge.cli.exits import EXIT_FAILED
 from flowforge.errors import ConfigError, InvalidDefinition
+from flowforge.exits import EXIT_FAILED
 from flowforge.loading import load_workflows
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from click.testing import CliRunner
 from psycopg.conninfo import conninfo_to_dict
 
-from flowforge.cli import cli, exits
+from flowforge import exits
+from flowforge.cli import cli
 from flowforge.config import Config
 from flowforge.doctor import CHECKS
 from flowforge.publisher import Publisher

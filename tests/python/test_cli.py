@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
-from flowforge import Client, Workflow, errors, log, runner
-from flowforge.cli import cli, exits, find_command
-from flowforge.cli.registration import warn_of_unregistered
+from flowforge import Client, Workflow, errors, exits, log
+from flowforge.cli import cli, find_command
 from flowforge.cli.common import database
+from flowforge.cli.registration import warn_of_unregistered
 from flowforge.config import Config
 from flowforge.loading import load_workflows
 from tests.python.shell import Shell
@@ -55,12 +55,6 @@ def test_a_command_that_is_mistyped_is_guessed() -> None:
     assert "No such option" in Shell("")("--triger", code=exits.EXIT_USAGE).stderr
 
 
-def test_exit_codes_are_those_of_the_daemons() -> None:
-    for name in ("OK", "CONFIG", "DATABASE", "SCHEMA", "PRIVILEGE", "BROKER", "NO_SLOTS"):
-        assert getattr(exits, f"EXIT_{name}") == getattr(runner, f"EXIT_{name}")
-    assert (exits.EXIT_FAILED, exits.EXIT_INTERRUPTED) == (runner.EXIT_ERROR, runner.EXIT_FORCED)
-
-
 def test_every_error_has_an_exit_code_of_its_kind() -> None:
     assert exits.exit_code(errors.NotFound("")) == exits.EXIT_FAILED
     assert exits.exit_code(errors.InvalidArgument("")) == exits.EXIT_USAGE
@@ -68,6 +62,9 @@ def test_every_error_has_an_exit_code_of_its_kind() -> None:
     assert exits.exit_code(errors.DatabaseUnavailable("")) == exits.EXIT_DATABASE
     assert exits.exit_code(errors.BrokerMisconfigured("")) == exits.EXIT_BROKER
     assert exits.exit_code(errors.FlowForgeError("")) == exits.EXIT_FAILED
+    assert exits.exit_code(RuntimeError("")) == exits.EXIT_FAILED
+    codes = [value for name, value in vars(exits).items() if name.startswith("EXIT_")]
+    assert len(set(codes)) == len(codes)
 
 
 # -- settings

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from flowforge import Client, Context, PermanentError, Workflow
-from flowforge.cli import exits
+from flowforge import Client, Context, PermanentError, Workflow, exits
 from flowforge.cli.common import duration
 from flowforge.cli.runs import runs_query
 from flowforge.cli.watch import Changes, change_line, snapshot, snapshots

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from flowforge import PermanentError
-from flowforge.cli import cli, exits
+from flowforge import PermanentError, exits
+from flowforge.cli import cli
 from flowforge.demo import census, report
 from flowforge.demo import run as demo_run
 from flowforge.demo.workflow import census as workflow

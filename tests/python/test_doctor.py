@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowforge import listen
-from flowforge.cli import exits
+from flowforge import exits, listen
 from flowforge.doctor import database
 from tests.python.patient import Patient
 from tests.python.proxy import Proxy

@@ -6,8 +6,8 @@ import shlex
 import pika
 import pytest
 
+from flowforge import exits
 from flowforge.broker import Names
-from flowforge.cli import exits
 from tests.python.patient import Patient
 from tests.services.database import Database
 from tests.services.process import free_port, wait_until

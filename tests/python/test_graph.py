@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowforge import Client, Context, Workflow
-from flowforge.cli import exits
+from flowforge import Client, Context, Workflow, exits
 from tests.python.shell import Shell
 from tests.services.database import Database
 

@@ -21,6 +21,7 @@ BANNED = {"celery", "kombu", "billiard", "vine"}
 LAYERS = {
     "errors": 0,
     "log": 0,
+    "exits": 1,
     "stopping": 0,
     "config": 1,
     "db": 2,

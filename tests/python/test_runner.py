@@ -23,7 +23,6 @@ from flowforge.errors import (
     BrokerBlocked,
     BrokerMisconfigured,
     BrokerUnavailable,
-    ConfigError,
     FlowForgeError,
 )
 from flowforge.runner import Daemon, Health, Stop, read_health
@@ -383,15 +382,6 @@ def test_a_mistake_in_the_program_ends_the_daemon_with_its_traceback(
     assert running.code == runner.EXIT_ERROR
     assert running.health.state == "failed"
     assert [line for line in written() if "KeyError: 'mistake'" in str(line.get("traceback"))]
-
-
-def test_the_exit_code_tells_the_kind_of_mistake() -> None:
-    assert runner.exit_code(ConfigError("x")) == runner.EXIT_CONFIG
-    assert runner.exit_code(BrokerMisconfigured("x")) == runner.EXIT_BROKER
-    assert runner.exit_code(FlowForgeError("x")) == runner.EXIT_ERROR
-    assert runner.exit_code(RuntimeError("x")) == runner.EXIT_ERROR
-    codes = [value for name, value in vars(runner).items() if name.startswith("EXIT_")]
-    assert len(set(codes)) == len(codes)
 
 
 def test_a_second_request_ends_a_tick_that_would_not_end(config: Config) -> None:

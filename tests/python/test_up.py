@@ -18,8 +18,7 @@ import psutil
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from flowforge import Client, Context, Workflow, runner, up
-from flowforge.cli import exits
+from flowforge import Client, Context, Workflow, exits, runner, up
 from flowforge.config import Config
 from flowforge.embedded import EmbeddedPostgres, running_dsn
 from flowforge.errors import ConfigError, InvalidDefinition

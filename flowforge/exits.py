@@ -1,4 +1,4 @@
-"""The exit codes of every command, and what each error ends with."""
+"""The exit codes of every command and daemon, and what each error ends with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ EXIT_TIMEOUT = 9
 EXIT_REFUSED = 10
 EXIT_INTERRUPTED = 130
 
-# The daemons themselves end with the codes 0, 1, 3 to 8 and 130 of `flowforge.runner`.
 EXITS = {
     EXIT_OK: "done; of a run that was waited for: it succeeded",
     EXIT_FAILED: "the run failed or was cancelled, nothing or a problem was found, or something unforeseen",
@@ -52,6 +51,6 @@ _OF_ERRORS: tuple[tuple[type[errors.FlowForgeError], int], ...] = (
 )
 
 
-def exit_code(error: errors.FlowForgeError) -> int:
-    """The exit code of a command that ends with `error`."""
+def exit_code(error: BaseException) -> int:
+    """The exit code of what ends with `error`."""
     return next((code for kind, code in _OF_ERRORS if isinstance(error, kind)), EXIT_FAILED)
