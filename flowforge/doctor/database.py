@@ -13,7 +13,6 @@ from flowforge.doctor.setup import (
     Check,
     Setup,
     Verdict,
-    first_line,
     length,
     ok,
     problem,
@@ -21,7 +20,7 @@ from flowforge.doctor.setup import (
     some,
     warning,
 )
-from flowforge.errors import MissingPrivilege, SchemaError
+from flowforge.errors import MissingPrivilege, SchemaError, first_line
 from flowforge.listen import SELF_TEST_SECONDS, hears
 from flowforge.migrate import ROLES, SCHEMA_VERSION, check_schema
 from flowforge.publisher import Publisher

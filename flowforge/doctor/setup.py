@@ -16,7 +16,7 @@ from psycopg import sql
 from flowforge import db
 from flowforge.broker.probe import Probe, QueueState
 from flowforge.config import Config
-from flowforge.errors import ConfigError, MissingPrivilege, SchemaError
+from flowforge.errors import ConfigError, MissingPrivilege, SchemaError, first_line
 
 _CHECK_SECONDS = 60.0  # after which a connection is given up as dead
 _STATEMENT_SECONDS = 20  # that one question to the database may take
@@ -188,11 +188,6 @@ class Setup:
 
 
 Check = tuple[str, tuple[str, ...], Callable[[Setup], Verdict]]  # its name, what it needs, and itself
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def some(names: Iterable[object], most: int = 3) -> str:

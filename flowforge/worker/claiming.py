@@ -33,6 +33,9 @@ from flowforge.worker.session import Session, Unanswered
 
 _log = log.of("worker")
 
+TRY_AGAIN_AFTER = 60.0
+"""Seconds after which a worker that could not try whether notifications reach it does so."""
+
 
 class Parts(NamedTuple):
     """What claiming works with."""
@@ -182,7 +185,8 @@ class QueueClaimer(Claimer):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._hears: bool | None = None
+        self._hears: bool | None = None  # not known
+        self._try_again_at = float("inf")
         self._most = parts.config.concurrency  # to claim at once, less after a refusal
 
     def _turn(self) -> None:
@@ -226,7 +230,15 @@ class QueueClaimer(Claimer):
         # The connection that claims can listen too: it is in autocommit mode and in no transaction while it
         # waits, each claim is a short one of its own, and what arrives meanwhile is kept for `_wait`.
         if self._hears is None:
-            self._hears = hears(conn, self.session.connect)
+            try:
+                self._hears = hears(conn, self.session.connect)
+            except psycopg.Error as exc:
+                if db.connection_useless(conn, exc):
+                    raise
+                # The server's queue of notifications may be full. That is no reason not to work.
+                _log.warning("LISTEN cannot be tried; polling until it can", error=first_line(exc))
+                self._try_again_at = time.monotonic() + TRY_AGAIN_AFTER
+                return
             if not self._hears:
                 _log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
         if self._hears:
@@ -237,6 +249,8 @@ class QueueClaimer(Claimer):
         conn = self.session.connection
         if conn is None or not self._hears:
             self.waker.wait(seconds)
+            if self._hears is None and time.monotonic() >= self._try_again_at:
+                self.session.close()  # the next one tries
             return
         # What arrived while the claim was under way is not to be seen on the socket any more.
         if self._forget_notifications():

@@ -1,11 +1,15 @@
 """A claim whose outcome is not known is asked for again until the database has said what became of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from flowforge import db as database
+from flowforge import listen
+from flowforge.worker import claiming
 from flowforge.worker.session import Session
 from tests.python.workbench import Bench, LossyProxy, Witness
 from tests.services.process import wait_until
@@ -92,3 +96,26 @@ def test_a_refused_repeat_gives_no_claim_up(
     assert sorted(task_run for task_run, _ in witness.executions) == sorted(
         bench.task(run, "task")["task_run_id"] for run in runs
     )
+
+
+def test_a_worker_that_cannot_try_to_listen_polls_and_tries_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the server's queue of notifications is full: work goes on, and the worker is woken later."""
+    monkeypatch.setattr(claiming, "TRY_AGAIN_AFTER", 0.0)
+    full = True
+
+    def refused_while_full(conn: database.Connection, connect: Callable[[], database.Connection]) -> bool:
+        if full:
+            conn.execute("select 1 / 0")
+        return listen.hears(conn, connect)
+
+    monkeypatch.setattr(claiming, "hears", refused_while_full)
+    witness = Witness()
+    bench.define(witness.workflow)
+    with bench.worker(witness.workflow) as worker:
+        assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+        full = False
+        claimer: Any = worker.worker._claimer
+        wait_until(lambda: claimer._hears is True, "another try")
+        assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
