@@ -67,7 +67,9 @@ class RunResult:
     """A run as it stood when asked.
 
     state: running, succeeded, failed or cancelled. Once the run has ended, `outputs` holds the outputs of the
-    succeeded tasks that nothing depends on, and `errors` the errors of the failed ones, by task.
+    succeeded tasks that nothing depends on, and `errors` the errors of the failed ones, by task. With
+    `too_large` the outputs were left out, since they are more than `max_claim_bytes` together: ask for each
+    by `Client.result(run_id, task)`.
     """
 
     run_id: int
@@ -78,6 +80,7 @@ class RunResult:
     finished_at: datetime | None
     outputs: Mapping[str, Any] = field(default_factory=dict)
     errors: Mapping[str, Any] = field(default_factory=dict)
+    too_large: bool = False
 
     @property
     def ended(self) -> bool:
@@ -263,7 +266,8 @@ class Client:
             return None if output is None else _read(output, run_id, task)
         rows = self._call(
             "select workflow, version, state, created_at, finished_at, coalesce(outputs, '{}')::text, "
-            "coalesce(errors, '{}') from flowforge.run_result(run_id => %s::bigint)",
+            "coalesce(errors, '{}'), finished_at is not null and outputs is null "
+            "from flowforge.run_result(run_id => %s::bigint)",
             [_run(run_id)],
             repeatable=True,
         )

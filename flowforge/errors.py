@@ -216,11 +216,13 @@ _REFUSED = (
 def is_transient(exc: BaseException) -> bool:
     """Whether the same request may succeed later, on a fresh connection: the connection was lost or refused,
     the server is starting, stopping, read-only or out of slots, or the statement lost a race (serialization,
-    deadlock, lock time-out, statement time-out)."""
+    deadlock, lock time-out, statement time-out), or its notification queue was full."""
     import psycopg  # not before it is needed: whoever only defines workflows does without it
 
     if not isinstance(exc, psycopg.Error):
         return isinstance(exc, (ConnectionError, TimeoutError))
+    if exc.sqlstate == "54000" and "NOTIFY" in (exc.diag.message_primary or ""):
+        return True  # the server's notification queue is full, which a commit is told as if it were too large
     if exc.sqlstate is not None:
         return exc.sqlstate in _TRANSIENT or exc.sqlstate[:2] in _TRANSIENT_CLASSES
     return isinstance(exc, (psycopg.OperationalError, psycopg.InterfaceError)) and refusal(exc) is None

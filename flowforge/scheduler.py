@@ -31,25 +31,30 @@ _SHORTEST = 0.05
 
 @dataclass
 class _Duty:
-    """One function, how often it is called at least (seconds; 0: in every tick), and how it has been
-    going."""
+    """One function, how often it is called at least (seconds; 0: in every tick), whether it can take what it
+    finds one by one, and how it has been going."""
 
     function: str
     max_rows: int | None
     every: float
+    divisible: bool = False
     due: float = 0.0
     error: str = ""
     failures: int = 0
     passing: bool = False  # whether its last error was of the kind that passes by itself
+    told: set[str] = field(default_factory=set)  # what the database has warned of, since it last worked
     backoff: db.Backoff = field(default_factory=db.Backoff)
 
     def is_due(self) -> bool:
         """Also a little early, so that duties of the same pace share their wake-ups."""
         return time.monotonic() >= self.due - self.every / 4
 
-    @property
-    def query(self) -> str:
-        return f"select flowforge.{self.function}({'' if self.max_rows is None else self.max_rows})"
+    def query(self, *, one_by_one: bool = False) -> str:
+        """The call of the function."""
+        arguments = [] if self.max_rows is None else [str(self.max_rows)]
+        if one_by_one:
+            arguments.append("one_by_one => true")
+        return f"select flowforge.{self.function}({', '.join(arguments)})"
 
 
 class Scheduler(Daemon):
@@ -77,10 +82,10 @@ class Scheduler(Daemon):
         self._asleep = False
         self._busy = 0
         self._duties = [
-            _Duty("reap_expired_leases", 500, config.reap_interval),
-            _Duty("cancel_leftovers", 100, config.recover_interval),
-            _Duty("settle_finished", config.settle_batch, 0),
-            _Duty("expand_map", None, 0),
+            _Duty("reap_expired_leases", 500, config.reap_interval, divisible=True),
+            _Duty("cancel_leftovers", 100, config.recover_interval, divisible=True),
+            _Duty("settle_finished", config.settle_batch, 0, divisible=True),
+            _Duty("expand_map", None, 0, divisible=True),
             _Duty("dispatch_ready", config.dispatch_batch, 0),
             _Duty("redispatch_lost", 500, config.recover_interval),
             _Duty("fail_undeliverable", 500, config.recover_interval),
@@ -118,23 +123,26 @@ class Scheduler(Daemon):
         return max(min(waits), _SHORTEST)
 
     def _perform(self, conn: db.Connection, duty: _Duty) -> int:
-        """Call one function. One that fails waits for its next turn and holds up none of the others; only a
-        lost or useless connection is the caller's matter."""
+        """Call one function. One that fails waits for its next turn and holds up none of the others, and what
+        made it fail none of the rest that it found; only a lost or useless connection is the caller's
+        matter."""
         crash_point(f"scheduler:before-{duty.function}")
         try:
-            moved = int(db.call(conn, duty.query, lock_timeout=self._config.lock_timeout)[0][0])
+            moved = self._call(conn, duty.query())
         except psycopg.Error as exc:
             if db.connection_useless(conn, exc):
                 raise
             error = f"{exc.diag.message_primary or type(exc).__name__} [{exc.sqlstate}]"
             if error != duty.error:
                 self._log.warning("a function failed; trying it again", function=duty.function, error=error)
-            duty.error, duty.due = error, time.monotonic() + duty.backoff.next()
             duty.failures, duty.passing = duty.failures + 1, db.is_transient(exc)
-            return 0
+            moved = self._one_by_one(conn, duty) if duty.divisible and not duty.passing else 0
+            duty.error, duty.due = error, 0.0 if moved else time.monotonic() + duty.backoff.next()
+            return moved
         if duty.failures:
             self._log.info("the function works again", function=duty.function)
             duty.error, duty.failures = "", 0
+            duty.told.clear()
             duty.backoff.reset()
         # With work found there may be more: it stays due.
         duty.due = 0.0 if moved else time.monotonic() + duty.every
@@ -142,6 +150,28 @@ class Scheduler(Daemon):
             crash_point(f"scheduler:after-{duty.function}")
             self._log.debug("moved", function=duty.function, count=moved)
         return moved
+
+    def _call(self, conn: db.Connection, query: str) -> int:
+        return int(db.call(conn, query, lock_timeout=self._config.lock_timeout)[0][0])
+
+    def _one_by_one(self, conn: db.Connection, duty: _Duty) -> int:
+        """What a function failed for must not hold up the rest: the database warns of it and goes on."""
+
+        def tell(diagnostic: psycopg.errors.Diagnostic) -> None:
+            text = str(diagnostic.message_primary)
+            if text not in duty.told:
+                duty.told.add(text)
+                self._log.error("left as it is; see flowforge.violations()", error=text)
+
+        conn.add_notice_handler(tell)
+        try:
+            return self._call(conn, duty.query(one_by_one=True))
+        except psycopg.Error as exc:
+            if db.connection_useless(conn, exc):
+                raise
+            return 0
+        finally:
+            conn.remove_notice_handler(tell)
 
     def _declare(self, conn: db.Connection, *, asleep: bool) -> None:
         db.call(

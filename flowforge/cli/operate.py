@@ -32,7 +32,8 @@ def queues(ctx: click.Context, database_url: str | None, as_json: bool) -> None:
     """List the queues, and what waits in them.
 
     For how long, and how fast it is worked off. Waiting are task runs in line; dispatched are those on
-    their way to a worker, at most as many as the window. Exit code 1 when there is no queue.
+    their way to a worker, at most as many as the window; later are those that were given back, and are
+    offered again after a delay. Exit code 1 when there is no queue.
 
     \b
     Examples:
@@ -45,7 +46,12 @@ def queues(ctx: click.Context, database_url: str | None, as_json: bool) -> None:
             print_json(each)
     elif found:
         columns = {"queue": "queue", "state": "state", "eligible": "waiting", "age": "oldest"}
-        columns |= {"dispatched": "dispatched", "window_size": "window", "pace": "claims/s"}
+        columns |= {
+            "dispatched": "dispatched",
+            "reoffered": "later",
+            "window_size": "window",
+            "pace": "claims/s",
+        }
         print_table(columns | {"capacity": "capacity"}, map(_queue_row, found))
     else:
         click.echo(f"No queues yet; a definition makes them: {command('define MODULE')}", err=True)

@@ -180,6 +180,9 @@ def _print_result(result: RunResult, as_json: bool) -> None:
         return
     for task, output in result.outputs.items():
         say(f"{task}: {json.dumps(output, ensure_ascii=False)}")
+    if result.too_large:
+        what = command(f"show {result.run_id} --output TASK")
+        click.echo(f"The outputs are too large to be shown together; each by: {what}", err=True)
     for task, error in result.errors.items():
         say(f"{task} failed: {first_line(error)}", err=True)
     if result.errors:

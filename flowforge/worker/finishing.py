@@ -50,6 +50,7 @@ class _Ended(NamedTuple):
     execution: Execution
     report: Report
     alone: bool = False  # it was refused before, so it goes without others
+    instead_of: Report = None  # what the database refused, for what seemed to be the value's fault
 
 
 class Finisher:
@@ -171,14 +172,16 @@ class Finisher:
         about_values = exc.sqlstate is None or exc.sqlstate[:2] in _CLASSES_OF_VALUES
         if each.execution.gone:
             self._forget([each])
-        elif about_values and not is_transient(exc) and each.report != _UNRECORDABLE:
+        elif about_values and not is_transient(exc) and each.instead_of is None:
             reason = storable(str(exc.diag.message_primary or exc).strip())
             failure = Finish("failed", error=f"result not storable: {reason}", retryable=False)
             succeeded = isinstance(each.report, Finish) and each.report.outcome == "succeeded"
-            self._send([each._replace(report=failure if succeeded else _UNRECORDABLE)])
+            instead = failure if succeeded else _UNRECORDABLE
+            self._send([each._replace(report=instead, instead_of=each.report)])
         else:
-            # A lock held for long, a missing privilege, an error inside the function.
-            self._again(each, exc)
+            # A lock held for long, a missing privilege, an error inside the function. If it refuses even that
+            # which has no value in it, the value was not to blame: the report is what the handler said.
+            self._again(each._replace(report=each.instead_of or each.report, instead_of=None), exc)
 
     def _again(self, each: _Ended, exc: psycopg.Error) -> None:
         """Send it later, alone. The lease is renewed meanwhile."""

@@ -174,14 +174,29 @@ end
 $$;
 comment on function flowforge._require_read_committed(text) is 'Raises WF008 at any isolation level other than READ COMMITTED.';
 
+create or replace function flowforge._notify(p_channel text) returns void
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    -- Where a session that listens keeps a transaction open, the server's queue fills up, and once it is full every commit
+    -- that notifies fails. Nothing here is worth that: everyone polls too. Asking also moves the queue's end on.
+    if flowforge._limit('notify') = 1 and pg_notification_queue_usage() < 0.5 then
+        perform pg_notify(p_channel, '');
+    end if;
+end
+$$;
+comment on function flowforge._notify(text) is
+    'Notifies a channel, unless that is turned off or the server''s notification queue is half full.';
+
 create or replace function flowforge._wake_scheduler() returns void
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
     -- A NOTIFY takes a database-wide lock at commit, so it is sent only to a scheduler that has declared itself asleep.
-    if (select s.asleep from flowforge.scheduler s) and flowforge._limit('notify') = 1 then
-        perform pg_notify('flowforge_scheduler', '');
+    if (select s.asleep from flowforge.scheduler s) then
+        perform flowforge._notify('flowforge_scheduler');
     end if;
 end
 $$;
@@ -192,9 +207,7 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    if flowforge._limit('notify') = 1 then
-        perform pg_notify('flowforge_outbox', '');
-    end if;
+    perform flowforge._notify('flowforge_outbox');
 end
 $$;
 comment on function flowforge._wake_delivery() is 'Wakes publishers, and workers without a broker. A hint: they poll too.';

@@ -11,8 +11,13 @@ begin
     -- In one pass, and nothing is locked after it: locked apart, what has finished and what waits close a cycle with a
     -- batch that holds the one, as a row that it has waited for and then passed over, and waits for the other. What
     -- finishes from now on is settled by settle_finished; what comes back in line is cancelled by cancel_leftovers.
+    -- Found run by run first: of rows in the order of their ids the planner would walk the primary key.
     return array(select tr.task_run_id from flowforge.task_run tr
-        where tr.run_id = any (p_run_ids) and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled')
+        where tr.task_run_id = any (array(
+                select l.task_run_id from unnest(p_run_ids) u (run_id)
+                cross join lateral (select tr.task_run_id from flowforge.task_run tr
+                    where tr.run_id = u.run_id and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled') offset 0) l))
+            and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled')
         order by tr.task_run_id for no key update);
 end
 $$;
@@ -61,7 +66,8 @@ begin
     end if;
     v_ids := flowforge._lock_for_cancel(array[cancel_run.run_id]);
     perform flowforge._settle_locked(v_ids, null);
-    update flowforge.run r set cancel_requested_at = flowforge._clock(), cancel_reason = cancel_run.reason
+    update flowforge.run r
+    set cancel_requested_at = flowforge._clock(), cancel_sweep_at = flowforge._clock(), cancel_reason = cancel_run.reason
     where r.run_id = cancel_run.run_id and r.state = 'running' and r.cancel_requested_at is null;
     if not found then
         return false;
@@ -73,7 +79,7 @@ $$;
 comment on function flowforge.cancel_run(bigint, text) is
     'Cancels what is pending or ready in a run; running task runs learn of it at their next renewal, and a success that still comes is accepted. True if this call began it; false if it had been asked for before or the run had ended. reason: at most 1000 characters. Raises WF002, WF005, WF008.';
 
-create or replace function flowforge.cancel_leftovers(max_runs bigint default 100) returns bigint
+create or replace function flowforge.cancel_leftovers(max_runs bigint default 100, one_by_one boolean default false) returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
@@ -81,19 +87,37 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
+    v_now timestamptz := flowforge._clock();
     v_run_ids bigint[];
+    v_run_id bigint;
+    v_cancelled bigint := 0;
 begin
     perform flowforge._require_read_committed('cancel_leftovers');
     perform flowforge._check_count('max_runs', cancel_leftovers.max_runs);
     v_run_ids := array(select r.run_id from flowforge.run r
-        where r.cancel_requested_at is not null and r.finished_at is null
-            and (select true from flowforge.task_run tr where tr.run_id = r.run_id and tr.state in ('pending', 'ready') limit 1)
+        where r.cancel_requested_at is not null and r.finished_at is null and (r.cancel_sweep_at > v_now) is not true
         order by r.run_id limit cancel_leftovers.max_runs for no key update skip locked);
     if v_run_ids = '{}' then
         return 0;
     end if;
-    return flowforge._cancel_waiting(flowforge._lock_for_cancel(v_run_ids));
+    -- Only what finished or was given back while the cancel was under way can come back in line: the longer ago that is,
+    -- the more seldom is looked, since it takes a walk through the run.
+    update flowforge.run r set cancel_sweep_at = v_now + least(interval '1 minute', greatest(interval '1 s', v_now - r.cancel_requested_at))
+    where r.run_id = any (v_run_ids);
+    v_run_ids := array(select u.run_id from unnest(v_run_ids) u (run_id)
+        where (select true from flowforge.task_run tr where tr.run_id = u.run_id and tr.state in ('pending', 'ready') limit 1));
+    if not cancel_leftovers.one_by_one then
+        return flowforge._cancel_waiting(flowforge._lock_for_cancel(v_run_ids));
+    end if;
+    foreach v_run_id in array v_run_ids loop
+        begin
+            v_cancelled := v_cancelled + flowforge._cancel_waiting(flowforge._lock_for_cancel(array[v_run_id]));
+        exception when others then
+            raise warning 'run % cannot be cancelled: %', v_run_id, sqlerrm;
+        end;
+    end loop;
+    return v_cancelled;
 end
 $$;
-comment on function flowforge.cancel_leftovers(bigint) is
-    'Cancels what a failed finish or a release has put back in line in runs being cancelled. Answers how many task runs. Raises WF001, WF008.';
+comment on function flowforge.cancel_leftovers(bigint, boolean) is
+    'Cancels what a failed finish or a release has put back in line in runs being cancelled; looks at each after 1 s, 2 s, 4 s … at most a minute. one_by_one: run by run, after an error, so that what raises is warned of and holds up nothing else. Answers how many task runs. Raises WF001, WF008.';

@@ -46,36 +46,35 @@ $$;
 comment on function flowforge._promote_due(timestamptz, bigint) is
     'Moves what has become due into line, and what is offered again into its window; what waits for its time never sits in the indexes of either.';
 
-create or replace function flowforge._in_window(p_queue_id bigint, p_limit bigint) returns bigint
+create or replace function flowforge._in_window(p_queue_id bigint) returns bigint
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    return (select count(*) from (
-        select from flowforge.task_run tr where tr.queue_id = p_queue_id and tr.stage = 'dispatched' limit p_limit) w);
+    return (select count(*) from flowforge.task_run tr where tr.queue_id = p_queue_id and tr.stage = 'dispatched');
 end
 $$;
-comment on function flowforge._in_window(bigint, bigint) is
-    'How many task runs of a queue are dispatched and due, counted up to a limit.';
+comment on function flowforge._in_window(bigint) is
+    'How many task runs of a queue are dispatched and due; more than its window after that has shrunk.';
 
 create or replace function flowforge._has_room(p_queue_id bigint, p_now timestamptz) returns boolean
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    -- All leases are counted at once: there may be hundreds of workers.
+    v_held jsonb := (select jsonb_object_agg(l.lease_owner, l.held) from (
+        select tr.lease_owner, count(*) as held from flowforge.task_run tr where tr.lease_expires_at is not null group by tr.lease_owner) l);
 begin
-    return coalesce(
-        -- Workers that have announced themselves: one of them runs less than it could.
-        (select bool_or(w.capacity > (
-                select count(*) from flowforge.task_run tr where tr.lease_expires_at is not null and tr.lease_owner = w.name))
-         from flowforge.worker w
-         where w.seen_at > p_now - interval '2 minutes'
-             and (select q.name from flowforge.queue q where q.queue_id = p_queue_id) = any (w.queues)),
-        -- Of others nothing is known but what they run.
-        (select true from flowforge.task_run tr where tr.lease_expires_at is not null and tr.queue_id = p_queue_id limit 1) is null);
+    return (
+        select bool_or(w.capacity > coalesce((v_held ->> w.name)::bigint, 0))
+        from flowforge.worker w
+        where w.seen_at > p_now - interval '2 minutes'
+            and (select q.name from flowforge.queue q where q.queue_id = p_queue_id) = any (w.queues));
 end
 $$;
 comment on function flowforge._has_room(bigint, timestamptz) is
-    'Whether some worker of a queue could claim at this moment, as far as is known.';
+    'Whether an announced worker of a queue could claim at this moment; null when none has announced itself.';
 
 create or replace function flowforge._sample_pace(p_queue_id bigint, p_left bigint, p_added bigint, p_now timestamptz) returns void
 language plpgsql volatile
@@ -90,7 +89,9 @@ begin
     set sampled_window = p_left + p_added, sampled_at = p_now,
         drained_at = case when q.sampled_at is null or p_left = 0 or p_left < q.sampled_window then p_now else q.drained_at end,
         stalled = p_left > 0 and p_left >= q.sampled_window and q.drained_at <= p_now - q.redispatch_delay
-            and flowforge._has_room(p_queue_id, p_now),
+            -- Of workers that do not announce themselves nothing is known but what they run.
+            and coalesce(flowforge._has_room(p_queue_id, p_now), (
+                select true from flowforge.task_run tr where tr.lease_expires_at is not null and tr.queue_id = p_queue_id limit 1) is null),
         drain_rate = case
             when p_left = 0 or q.sampled_at is null or p_now <= q.sampled_at then q.drain_rate
             else (
@@ -100,7 +101,7 @@ begin
                 from (select extract(epoch from p_now - q.sampled_at)::double precision as seconds,
                           greatest(q.sampled_window - p_left, 0) as claims) n)
         end
-    where q.queue_id = p_queue_id and (p_added > 0 or (q.sampled_at > p_now - interval '1 s') is not true);
+    where q.queue_id = p_queue_id and (p_added > 0 or (q.sampled_at between p_now - interval '1 s' and p_now) is not true);
 end
 $$;
 comment on function flowforge._sample_pace(bigint, bigint, bigint, timestamptz) is
@@ -115,6 +116,7 @@ declare
     v_queue text;
     v_window bigint;
     v_in_window bigint;
+    v_unknown bigint[];
     v_reoffered bigint;
     v_ids bigint[];
     v_delay interval;
@@ -128,19 +130,23 @@ begin
     end if;
     v_now := flowforge._clock();
     v_window := flowforge._window(p_queue_id);
-    v_in_window := flowforge._in_window(p_queue_id, v_window);
-    -- What is to be offered again later does not fill the window, but as many as that is enough: what no worker can run
-    -- at present would otherwise all be taken out of line.
-    select count(*) into v_reoffered from (
-        select from flowforge.task_run tr
-        where tr.stage = 'reoffered' and tr.queue_id = p_queue_id limit 2 * v_window) w;
+    v_in_window := flowforge._in_window(p_queue_id);
+    -- What is to be offered again later does not fill the window, but as many as that is enough. Task runs whose handler no
+    -- worker has known for a minute hold up nothing else: they do not count, and when there are ten of one task, which will
+    -- tell, the others stay in line.
+    with counted as (
+        select tr.task_id, count(*) filter (where tr.unknown_handler_since < v_now - interval '1 minute') as unknown, count(*) as times
+        from flowforge.task_run tr where case when tr.stage = 'reoffered' then tr.queue_id end = p_queue_id group by tr.task_id
+    )
+    select coalesce(array_agg(c.task_id) filter (where c.unknown >= 10), '{}'), coalesce(sum(c.times - c.unknown), 0)
+    into v_unknown, v_reoffered from counted c;
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.queue_id = p_queue_id and tr.stage = 'eligible'
+        where tr.queue_id = p_queue_id and tr.stage = 'eligible' and tr.task_id <> all (v_unknown)
         order by tr.priority desc, tr.task_run_id
         limit greatest(0, least(p_max_rows, v_window - v_in_window - greatest(0, v_reoffered - v_window)))
         for no key update skip locked);
-    perform flowforge._sample_pace(p_queue_id, v_in_window, cardinality(v_ids), v_now);
     if v_ids = '{}' then
+        perform flowforge._sample_pace(p_queue_id, v_in_window, 0, v_now);
         return 0;
     end if;
 
@@ -157,6 +163,7 @@ begin
     from flowforge.task_run tr where tr.task_run_id = any (v_ids) and tr.state = 'ready'
     order by tr.priority desc, tr.task_run_id;
     get diagnostics v_dispatched = row_count;
+    perform flowforge._sample_pace(p_queue_id, v_in_window, v_dispatched, v_now);
     return v_dispatched;
 end
 $$;

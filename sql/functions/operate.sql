@@ -57,19 +57,23 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_queue_id bigint := flowforge._queue_id(configure_queue.queue);
-    v_delay interval := flowforge._seconds('redispatch_delay', coalesce(configure_queue.redispatch_delay, '30 s'), 0.1, 86400);
+    v_delay interval := case when configure_queue.redispatch_delay is not null
+        then flowforge._seconds('redispatch_delay', configure_queue.redispatch_delay, 0.1, 86400) end;
 begin
-    if configure_queue.window_size < 1 or configure_queue.window_size > 1000000 then
-        raise exception using errcode = 'WF001', message = format('window_size is %s; 1 to 1000000 or null are allowed', configure_queue.window_size);
+    if configure_queue.window_size < 0 or configure_queue.window_size > 1000000 then
+        raise exception using errcode = 'WF001', message = format('window_size is %s; 0 to 1000000 or null are allowed', configure_queue.window_size);
     end if;
-    update flowforge.queue q set window_size = configure_queue.window_size, redispatch_delay = v_delay
+    update flowforge.queue q set (window_size, redispatch_delay) = (
+        select case when configure_queue.window_size is null then q.window_size else nullif(configure_queue.window_size, 0) end,
+            coalesce(v_delay, q.redispatch_delay))
     where q.queue_id = v_queue_id
-        and (q.window_size, q.redispatch_delay) is distinct from (configure_queue.window_size, v_delay);
+        and (configure_queue.window_size is not null and q.window_size is distinct from nullif(configure_queue.window_size, 0)
+            or v_delay is not null and q.redispatch_delay <> v_delay);
     return found;
 end
 $$;
 comment on function flowforge.configure_queue(text, bigint, interval) is
-    'Sets the window of a queue (null: the larger of 100 and 4 times the announced capacity) and how long a message may stay unclaimed before it is published again (null: 30 s). True if that changed anything. Raises WF001, WF002.';
+    'Sets the window of a queue (0: the larger of 100 and 4 times the announced capacity) and how long a message may stay unclaimed before it is published again (30 s unless set). What is null stays as it is. True if that changed anything. Raises WF001, WF002.';
 
 create or replace function flowforge.announce_worker(worker text, queues text[], capacity bigint) returns void
 language plpgsql volatile security definer
@@ -140,6 +144,13 @@ begin
     v_run_ids := array(select r.run_id from flowforge.run r
         where r.finished_at is not null and r.finished_at < v_before
         order by r.finished_at limit prune.max_runs for update skip locked);
+    -- At least one, and no more than make up so many task runs: what one transaction deletes stays bounded.
+    v_run_ids := array(
+        select u.run_id from (
+            select u.run_id, u.pos, sum(n.task_runs) over (order by u.pos) as total
+            from unnest(v_run_ids) with ordinality u (run_id, pos)
+            cross join lateral (select count(*) as task_runs from flowforge.task_run tr where tr.run_id = u.run_id) n) u
+        where u.pos = 1 or u.total <= 50000);
     if v_run_ids = '{}' then
         return 0;
     end if;
@@ -155,4 +166,4 @@ begin
 end
 $$;
 comment on function flowforge.prune(interval, bigint) is
-    'Deletes up to max_runs runs that ended longer ago than older_than, oldest first, with all that belongs to them; repeat until it answers 0. Their idempotency keys become free. Raises WF001.';
+    'Deletes up to max_runs runs that ended longer ago than older_than, oldest first, with all that belongs to them, fewer when they have more than 50,000 task runs; repeat until it answers 0. Their idempotency keys become free. Raises WF001.';

@@ -1,7 +1,32 @@
 -- redispatch_lost, redispatch, fail_undeliverable, sweep_outbox: the scheduler keeps ready task runs and orders in step.
 --
 -- Each locks task runs, then outbox rows, skipping locked ones: what is locked is being claimed or moved.
--- redispatch_lost locks queues before these. Dispatch ids never change here. Safe to repeat. Raise WF001, WF002.
+-- redispatch_lost locks queues before these. Dispatch ids never change here. Safe to repeat. Raise WF001, WF002,
+-- WF008.
+
+create or replace function flowforge._is_served(p_queue_id bigint, p_now timestamptz) returns boolean
+language plpgsql stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return exists (
+            select from flowforge.worker w where w.seen_at > p_now - interval '2 minutes'
+                and (select q.name from flowforge.queue q where q.queue_id = p_queue_id) = any (w.queues))
+        or exists (select from flowforge.task_run tr where tr.lease_expires_at is not null and tr.queue_id = p_queue_id);
+end
+$$;
+comment on function flowforge._is_served(bigint, timestamptz) is
+    'Whether a worker of a queue is known: one that has announced itself, or one that runs something of it.';
+
+create or replace function flowforge._unclaimed_delay(p_delay interval, p_redispatches bigint, p_served boolean) returns interval
+language sql immutable
+-- Twice as long each time: up to 32 times and an hour while somebody could claim, unless the pace says more; else up to a
+-- day, since each message that nobody consumes stays at the broker.
+return greatest(p_delay, case when p_served
+    then least(p_delay * power(2, least(p_redispatches, 5)::double precision), interval '1 hour')
+    else least(p_delay * power(2, least(p_redispatches, 12)::double precision), interval '1 day') end);
+comment on function flowforge._unclaimed_delay(interval, bigint, boolean) is
+    'How long a message may stay unclaimed that was published again so many times, in a queue with that delay.';
 
 create or replace function flowforge.redispatch_lost(max_rows bigint default 500) returns bigint
 language plpgsql volatile security definer
@@ -13,6 +38,8 @@ as $$
 declare
     v_now timestamptz := flowforge._clock();
     v_ids bigint[];
+    v_served bigint[];
+    v_full bigint[];
     v_lost bigint[];
     v_queue_id bigint;
 begin
@@ -20,11 +47,11 @@ begin
     -- The pace of queues from which nothing is dispatched at present, so that a slow one is not taken for a lost one.
     for v_queue_id in
         select q.queue_id from flowforge.queue q
-        where (q.sampled_at > v_now - interval '1 s') is not true
+        where (q.sampled_at between v_now - interval '1 s' and v_now) is not true
             and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched' limit 1)
         for no key update of q skip locked
     loop
-        perform flowforge._sample_pace(v_queue_id, flowforge._in_window(v_queue_id, 1000000), 0, v_now);
+        perform flowforge._sample_pace(v_queue_id, flowforge._in_window(v_queue_id), 0, v_now);
     end loop;
     -- Walks the windows, which are bounded.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
@@ -33,20 +60,25 @@ begin
     if v_ids = '{}' then
         return 0;
     end if;
-    -- Not lost: an order that is still to be published, or one published only lately.
+    select coalesce(array_agg(u.queue_id) filter (where flowforge._is_served(u.queue_id, v_now)), '{}'),
+        coalesce(array_agg(u.queue_id) filter (where not flowforge._has_room(u.queue_id, v_now)), '{}')
+    into v_served, v_full
+    from (select distinct tr.queue_id from flowforge.task_run tr where tr.task_run_id = any (v_ids)) u;
+    -- Not lost: an order that is still to be published, or one published only lately, or while no worker has room for it.
     v_lost := array(
         select tr.task_run_id from flowforge.task_run tr
+        cross join lateral (select flowforge._unclaimed_delay(
+            flowforge._redispatch_delay(tr.queue_id), tr.redispatches, tr.queue_id = any (v_served)) as delay offset 0) n
         where tr.task_run_id = any (v_ids) and tr.state = 'ready'
-            and not coalesce((select bool_or(coalesce(o.published_at + flowforge._redispatch_delay(tr.queue_id) > v_now, true))
+            and not coalesce((select bool_or(coalesce(o.published_at + n.delay > v_now or tr.queue_id = any (v_full), true))
                               from flowforge.outbox o where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id), false)
         order by tr.task_run_id);
     update flowforge.task_run tr
     set (redispatches, redispatch_at) = (
         select tr.redispatches + n.lost,
-            -- What is lost waits for twice as long each time, an hour at most where the pace says no more; at the others is
-            -- looked again after the setting's time, since the queue may stall.
-            v_now + case when n.lost = 0 then n.setting
-                else greatest(n.delay, least(n.delay * power(2, least(tr.redispatches + 1, 5)::double precision), interval '1 hour')) end
+            -- At what is not lost is looked again after the setting's time, since the queue may stall, or be served again.
+            v_now + flowforge._unclaimed_delay(case when n.lost = 0 then n.setting else n.delay end,
+                case when n.lost = 1 then tr.redispatches + 1 when tr.queue_id = any (v_served) then 0 else tr.redispatches end, true)
         from (select coalesce((v_lost[flowforge._position(v_lost, tr.task_run_id)] = tr.task_run_id)::int, 0) as lost,
                   (select q.redispatch_delay from flowforge.queue q where q.queue_id = tr.queue_id) as setting,
                   flowforge._redispatch_delay(tr.queue_id) as delay offset 0) n)
@@ -59,7 +91,7 @@ begin
 end
 $$;
 comment on function flowforge.redispatch_lost(bigint) is
-    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times), or have no order at all. Answers how many. Raises WF001.';
+    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times; in a queue without any known worker up to a day), or have no order at all. Answers how many. Raises WF001.';
 
 create or replace function flowforge.redispatch(queue text) returns bigint
 language plpgsql volatile security definer
@@ -71,12 +103,9 @@ as $$
 #variable_conflict use_column
 declare
     v_now timestamptz := flowforge._clock();
-    v_queue_id bigint := (select q.queue_id from flowforge.queue q where q.name = redispatch.queue);
+    v_queue_id bigint := flowforge._queue_id(redispatch.queue);
     v_ids bigint[];
 begin
-    if v_queue_id is null then
-        raise exception using errcode = 'WF002', message = format('there is no queue %s', flowforge._quoted(redispatch.queue));
-    end if;
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.queue_id = v_queue_id and tr.stage = 'dispatched' order by tr.task_run_id for no key update skip locked);
     update flowforge.task_run tr
@@ -103,6 +132,7 @@ declare
     v_parked bigint[];
     v_failed bigint;
 begin
+    perform flowforge._require_read_committed('fail_undeliverable');
     perform flowforge._check_count('max_rows', fail_undeliverable.max_rows);
     -- Not started in time, or with nothing to publish but what was parked. The windows and the parked rows are few.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
@@ -137,7 +167,7 @@ begin
 end
 $$;
 comment on function flowforge.fail_undeliverable(bigint) is
-    'Fails ready task runs whose message can never be published, or that were not started within start_within. Answers how many. Raises WF001.';
+    'Fails ready task runs whose message can never be published, or that were not started within start_within. Answers how many. Raises WF001, WF008.';
 
 create or replace function flowforge.sweep_outbox(max_rows bigint default 2000) returns bigint
 language plpgsql volatile security definer
@@ -150,6 +180,7 @@ declare
     v_ids bigint[];
     v_swept bigint;
 begin
+    perform flowforge._require_read_committed('sweep_outbox');
     perform flowforge._check_count('max_rows', sweep_outbox.max_rows);
     v_ids := array(
         select o.outbox_id from flowforge.outbox o
@@ -170,4 +201,4 @@ begin
 end
 $$;
 comment on function flowforge.sweep_outbox(bigint) is
-    'Deletes orders whose task run is no longer ready under their dispatch id, and parked ones that another order replaces. Answers how many. Raises WF001.';
+    'Deletes orders whose task run is no longer ready under their dispatch id, and parked ones that another order replaces. Answers how many. Raises WF001, WF008.';

@@ -11,14 +11,16 @@ as $$
 declare
     v_armed bigint[];
 begin
-    -- An earlier order that is still unpublished serves, but only if it can be locked: a publisher or the sweep may
-    -- otherwise be about to mark or delete it. It is never changed.
+    -- An earlier order that is still unpublished serves, if it is due in time (it may wait out a back-off) and can be
+    -- locked: a publisher or the sweep may otherwise be about to mark or delete it. It is never changed.
     v_armed := array(
         select l.task_run_id from unnest(p_task_run_ids) u (task_run_id)
         cross join lateral (
             select o.task_run_id from flowforge.outbox o
             where o.task_run_id = u.task_run_id and coalesce(o.published_at, o.parked_at) is null
-                and o.dispatch_id = (select tr.dispatch_id from flowforge.task_run tr where tr.task_run_id = u.task_run_id)
+                and (o.dispatch_id, true) = (
+                    select tr.dispatch_id, o.next_attempt_at <= greatest(tr.available_at, p_now)
+                    from flowforge.task_run tr where tr.task_run_id = u.task_run_id)
             order by o.outbox_id limit 1 for update skip locked) l
         order by l.task_run_id);
     insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
@@ -68,9 +70,12 @@ begin
                 when p_counted and tr.reaps + 1 > (select t.max_reaps from flowforge.task t where t.task_id = tr.task_id) then 'failed'
                 else 'ready'
             end order by tr.task_run_id),
-        -- Offered again at once the first time, then after 5 s, 10 s, 20 s … at most 5 minutes.
+        -- Offered again at once the first time, then after 5 s, 10 s, 20 s … at most 5 minutes. Which of those that a worker
+        -- held together has killed it, nobody knows: then they come back apart, or they would all die of it again.
         coalesce(p_delays, array_agg(case when tr.reaps = 0 then interval '0'
-            else make_interval(secs => least(300, 5 * power(2, least(tr.reaps - 1, 10)::double precision))) end order by tr.task_run_id))
+            else make_interval(secs => least(300, 5 * power(2, least(tr.reaps - 1, 10)::double precision))
+                + random() * least(300, extract(epoch from tr.lease_length)::double precision * (cardinality(p_task_run_ids) - 1)))
+            end order by tr.task_run_id))
     into v_states, v_delays
     from flowforge.task_run tr where tr.task_run_id = any (p_task_run_ids);
 
@@ -90,7 +95,7 @@ begin
                 case when n.state = 'ready' then p_now + n.delay + (select t.start_within from flowforge.task t where t.task_id = tr.task_id) end,
                 case when n.state <> 'ready' then p_now end,
                 case n.state
-                    when 'failed' then format('%s %s times: given up after %s executions without an answer', p_reason, tr.reaps + 1, tr.reaps + 1)
+                    when 'failed' then format('%s; given up after %s executions without an answer', p_reason, tr.reaps + 1)
                     when 'cancelled' then 'the run was cancelled'
                     else tr.error
                 end
@@ -150,7 +155,10 @@ begin
         else
             perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false,
                 array[least(interval '60 s', greatest(interval '1 s', (v_now - v_unknown_since) / 2 * (1 + random() / 4)))], v_now);
-            update flowforge.task_run tr set unknown_handler_since = v_unknown_since
+            -- Nobody has begun it: the time that it may wait for its start goes on from its dispatch.
+            update flowforge.task_run tr
+            set unknown_handler_since = v_unknown_since,
+                start_deadline = tr.ready_at + (select t.start_within from flowforge.task t where t.task_id = tr.task_id)
             where tr.task_run_id = release_task_run.task_run_id and tr.state = 'ready';
         end if;
     else
@@ -167,7 +175,7 @@ $$;
 comment on function flowforge.release_task_run(bigint, bigint, text) is
     'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (not counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
 
-create or replace function flowforge._tick_reaper() returns timestamptz
+create or replace function flowforge._tick_reaper(out v_gap_started_at timestamptz, out v_gap_ended_at timestamptz)
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -175,23 +183,26 @@ declare
     v_now timestamptz;
     v_last record;
 begin
-    select s.reaper_ticked_at as at, s.reaper_period as period, s.gap_ended_at into v_last from flowforge.scheduler s for no key update;
+    select s.reaper_ticked_at as at, s.reaper_period as period, s.gap_started_at, s.gap_ended_at
+    into v_last from flowforge.scheduler s for no key update;
     v_now := flowforge._clock();
-    -- A scheduler that always ticks slowly is no gap, or it would never judge anyone.
+    v_gap_started_at := v_last.gap_started_at;
+    v_gap_ended_at := v_last.gap_ended_at;
+    -- Schedulers that tick slowly, some of several too, make no gaps: what they are used to is forgotten slowly.
     if v_now - v_last.at > greatest(interval '10 s', 3 * v_last.period) then
-        v_last.gap_ended_at := v_now;
+        v_gap_started_at := v_last.at;
+        v_gap_ended_at := v_now;
     end if;
     update flowforge.scheduler s
-    set reaper_ticked_at = v_now, gap_ended_at = v_last.gap_ended_at,
-        reaper_period = least(greatest(coalesce(v_now - v_last.at, '0'), '0'), '20 s')
+    set reaper_ticked_at = v_now, gap_started_at = v_gap_started_at, gap_ended_at = v_gap_ended_at,
+        reaper_period = least(greatest(coalesce(v_now - v_last.at, '0'), v_last.period * 0.9, '0'), '20 s')
     where s.one_row;
-    return v_last.gap_ended_at;
 end
 $$;
 comment on function flowforge._tick_reaper() is
-    'Stores a tick of the reaper and answers when the last gap in them ended. Holds the scheduler''s row: reapers come one at a time.';
+    'Stores a tick of the reaper and answers when the last gap in them began and ended. Holds the scheduler''s row: reapers come one at a time.';
 
-create or replace function flowforge.reap_expired_leases(max_rows bigint default 500) returns bigint
+create or replace function flowforge.reap_expired_leases(max_rows bigint default 500, one_by_one boolean default false) returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
@@ -199,46 +210,73 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
-    v_gap_ended_at timestamptz;
+    v_gap record;
     v_now timestamptz;
     v_ids bigint[];
-    v_timed_out bigint[];
-    v_expired bigint[];
+    v_reaped bigint := 0;
+    v_task_run_id bigint;
 begin
     perform flowforge._check_count('max_rows', reap_expired_leases.max_rows);
-    v_gap_ended_at := flowforge._tick_reaper();
+    v_gap := flowforge._tick_reaper();
     v_now := flowforge._clock();
-    -- While nobody reaped, the database or the network may have been away, and workers could not renew: whoever held a
-    -- lease then has its own length anew, once, but not past its time limit.
+    -- While nobody reaped, the database or the network may have been away, and workers could not renew: a lease that ran
+    -- out then has its own length anew, once (in the next gap it is one that had run out before), but not past its time
+    -- limit.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.lease_expires_at <= v_now
-            and ((v_gap_ended_at + tr.lease_length > v_now) is not true or tr.deadline <= v_now)
+            and ((tr.lease_expires_at >= v_gap.v_gap_started_at and v_gap.v_gap_ended_at + tr.lease_length > v_now) is not true
+                or tr.deadline <= v_now)
         order by tr.lease_expires_at
         limit reap_expired_leases.max_rows for no key update skip locked);
     if v_ids = '{}' then
         return 0;
     end if;
+    if not reap_expired_leases.one_by_one then
+        v_reaped := flowforge._reap(v_ids, v_now);
+    else
+        foreach v_task_run_id in array v_ids loop
+            begin
+                v_reaped := v_reaped + flowforge._reap(array[v_task_run_id], v_now);
+            exception when others then
+                raise warning 'task run % cannot be taken back: %', v_task_run_id, sqlerrm;
+            end;
+        end loop;
+    end if;
+    perform flowforge._wake_scheduler();
+    return v_reaped;
+end
+$$;
+comment on function flowforge.reap_expired_leases(bigint, boolean) is
+    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks every lease that ran out in it has its own length anew, from the first tick after the gap. one_by_one: after an error, so that what raises is warned of and holds up nothing else. Answers how many it took. Raises WF001.';
+
+create or replace function flowforge._reap(p_task_run_ids bigint[], p_now timestamptz) returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_timed_out bigint[];
+    v_expired bigint[];
+begin
     -- Judged again now that the rows are locked: a worker may have finished or renewed in between. Without "is true" the
     -- condition on the lease would invite its partial index, dead entries and all.
-    select coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where tr.deadline <= v_now), '{}'),
-        coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where (tr.deadline <= v_now) is not true), '{}')
+    select coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where tr.deadline <= p_now), '{}'),
+        coalesce(array_agg(tr.task_run_id order by tr.task_run_id) filter (where (tr.deadline <= p_now) is not true), '{}')
     into v_timed_out, v_expired
     from flowforge.task_run tr
-    where tr.task_run_id = any (v_ids) and tr.state = 'running' and (tr.lease_expires_at <= v_now) is true;
+    where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running' and (tr.lease_expires_at <= p_now) is true;
 
     if v_timed_out <> '{}' then
         perform flowforge._end_attempt(v_timed_out, array_fill('timed_out'::text, array[cardinality(v_timed_out)]),
             (select array_agg(format('time limit of %s s exceeded', extract(epoch from tr.deadline - tr.started_at)::double precision)
                               order by tr.task_run_id)
              from flowforge.task_run tr where tr.task_run_id = any (v_timed_out)),
-            array_fill(true, array[cardinality(v_timed_out)]), false, v_now);
+            array_fill(true, array[cardinality(v_timed_out)]), false, p_now);
     end if;
     if v_expired <> '{}' then
-        perform flowforge._give_back(v_expired, 'lease_expired', 'lease expired, worker lost', true, null, v_now);
+        perform flowforge._give_back(v_expired, 'lease_expired', 'lease expired, worker lost', true, null, p_now);
     end if;
-    perform flowforge._wake_scheduler();
     return cardinality(v_timed_out) + cardinality(v_expired);
 end
 $$;
-comment on function flowforge.reap_expired_leases(bigint) is
-    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks every lease has its own length anew, from the first tick after the gap. Answers how many it took. Raises WF001.';
+comment on function flowforge._reap(bigint[], timestamptz) is
+    'Takes back those of the locked task runs that are still running and whose lease has run out. Answers how many.';

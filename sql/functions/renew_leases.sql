@@ -2,7 +2,8 @@
 --
 -- renew_leases locks only task runs that are running under the given tokens, in id order, and skips locked ones: a
 -- handler inside its own long transaction is not lost, nor can the reaper touch it. Safe to repeat. Raises WF001, WF005.
--- assert_lease locks the task run inside the caller's transaction, waiting. Raises WF001, WF006.
+-- assert_lease locks the task run inside the caller's transaction, waiting, and bounds that transaction. Raises WF001,
+-- WF006.
 
 create or replace function flowforge.renew_leases(task_run_ids bigint[], fencing_tokens bigint[], lease interval)
 returns table ("position" bigint, task_run_id bigint, outcome text, lease_expires_at timestamptz)
@@ -68,6 +69,7 @@ as $$
 #variable_conflict use_column
 declare
     v_now timestamptz;
+    v_left bigint;
 begin
     if assert_lease.task_run_id is null or assert_lease.fencing_token is null then
         raise exception using errcode = 'WF001', message = 'assert_lease: task_run_id and fencing_token must not be null';
@@ -79,7 +81,8 @@ begin
     update flowforge.task_run tr
     set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
     where tr.task_run_id = assert_lease.task_run_id and tr.state = 'running' and tr.fencing_token = assert_lease.fencing_token
-        and (tr.deadline > v_now) is not false;
+        and (tr.deadline > v_now) is not false
+    returning ceil(1000 * extract(epoch from tr.deadline - v_now)) into v_left;
     if not found then
         raise exception using errcode = 'WF006',
             message = format('task run %s is not held under token %s', assert_lease.task_run_id, assert_lease.fencing_token),
@@ -91,10 +94,18 @@ begin
     from (values ('idle_in_transaction_session_timeout', '5min'), ('tcp_user_timeout', '20s'), ('tcp_keepalives_idle', '10'),
               ('tcp_keepalives_interval', '5'), ('tcp_keepalives_count', '3'), ('client_connection_check_interval', '1s')) s (name, value)
     where current_setting(s.name) in ('0', '0ms');
+    -- Nor longer than its time limit allows, whatever the settings (from version 17 on in all, before each statement and
+    -- each pause between two): the reaper cannot take a row that is locked.
+    if v_left is not null then
+        perform set_config(s.name, v_left || 'ms', true)
+        from unnest(array['idle_in_transaction_session_timeout', 'statement_timeout', 'transaction_timeout']) s (name)
+        cross join lateral (select current_setting(s.name, true) as value) c
+        where c.value is not null and (c.value in ('0', '0ms') or 1000 * extract(epoch from c.value::interval) > v_left);
+    end if;
 end
 $$;
 comment on function flowforge.assert_lease(bigint, bigint) is
-    'Locks the task run in the caller''s transaction and extends its lease, or raises WF006 when the token no longer holds it. As the first statement of a transaction: what follows commits only under a live lease. Raises WF001, WF006.';
+    'Locks the task run in the caller''s transaction and extends its lease, or raises WF006 when the token no longer holds it. As the first statement of a transaction: what follows commits only under a live lease, and not long past the time limit: the session''s time-outs are set for the rest of the transaction. Raises WF001, WF006.';
 
 create or replace function flowforge.report_progress(
     task_run_id bigint, fencing_token bigint, fraction double precision, message text default null)

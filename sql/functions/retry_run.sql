@@ -77,6 +77,7 @@ declare
     v_elements bigint[];
     v_affected bigint[];
     v_free bigint[];
+    v_count bigint;
 begin
     -- Own rows to reset, and the elements that failed of maps that keep their expansion. What the others expanded to has
     -- ended with them.
@@ -108,9 +109,10 @@ begin
         generation = tr.generation + (tr.map_index is null and tr.task_id = any (p_expand_again))::int,
         map_count = case when tr.map_index is null and tr.task_id = any (p_expand_again) then null else tr.map_count end
     where tr.task_run_id = any (v_reset || v_elements) and tr.state in ('succeeded', 'failed', 'cancelled', 'skipped');
+    get diagnostics v_count = row_count;
     update flowforge.run r
-    set state = 'running', finished_at = null, cancel_requested_at = null, cancel_reason = null,
-        unsettled = r.unsettled + cardinality(v_reset) + cardinality(v_elements)
+    set state = 'running', finished_at = null, cancel_requested_at = null, cancel_sweep_at = null, cancel_reason = null,
+        unsettled = r.unsettled + v_count
     where r.run_id = p_run_id;
 
     -- Counters of all that waits at or below what was reset, recounted from the edges by "not settled".
@@ -131,7 +133,7 @@ begin
     if v_free is not null then
         perform flowforge._judge(v_free, p_now);
     end if;
-    return cardinality(v_reset) + cardinality(v_elements);
+    return v_count;
 end
 $$;
 comment on function flowforge._reset(bigint, bigint[], bigint[], bigint[], timestamptz) is
@@ -164,13 +166,16 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_task_ids bigint[];
+    v_unsettled bigint[];
 begin
     -- What may be reset: with a name that task and everything below, else what has failed, been cancelled or is still to
-    -- be settled, and everything below, since settling can fail or skip only that.
-    if p_from_task is null then
-        v_task_ids := array(select distinct tr.task_id from flowforge.task_run tr
-            where tr.run_id = p_run_id and (tr.state in ('failed', 'cancelled') or tr.stage = 'unsettled'));
-    else
+    -- be settled, and everything below, since settling can fail or skip only that. Both lists are of one moment: what
+    -- finishes after it comes after this retry.
+    select coalesce(array_agg(distinct tr.task_id), '{}'), array_agg(tr.task_run_id) filter (where tr.stage = 'unsettled')
+    into v_task_ids, v_unsettled
+    from flowforge.task_run tr
+    where tr.run_id = p_run_id and (tr.state in ('failed', 'cancelled') or tr.stage = 'unsettled');
+    if p_from_task is not null then
         v_task_ids := array(select l.task_id from flowforge.run r
             cross join lateral (select t.task_id from flowforge.task t
                 where t.workflow_version_id = r.workflow_version_id and t.name = p_from_task offset 0) l
@@ -185,7 +190,7 @@ begin
                 cross join lateral (select tr.task_run_id from flowforge.task_run tr
                     where tr.run_id = p_run_id and tr.task_id = b.task_id offset 0) l
                 union
-                select tr.task_run_id from flowforge.task_run tr where tr.run_id = p_run_id and tr.stage = 'unsettled'))
+                select u.task_run_id from unnest(v_unsettled) u (task_run_id)))
             and tr.state not in ('ready', 'running')
         order by tr.task_run_id for no key update);
 end

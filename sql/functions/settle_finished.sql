@@ -4,7 +4,9 @@
 -- statement, so the task runs that wait in one run are counted by one transaction at a time; the counts come from
 -- exactly the rows that the marking UPDATE returned; marking and decrementing are two statements. Lock order: run, then
 -- task runs in id order. Rows that wait are changed only under the run's lock, but for dispatch, which touches only
--- rows with nothing unmet: so decrementing never waits. Safe to repeat. Raise WF001, WF008.
+-- rows with nothing unmet: so settling waits for a claim only that has passed such a row over and holds it still. Each level
+-- is locked in id order; a cycle that such a claim and two levels could close is left to the server, which aborts one of
+-- the two, and both are repeated. Safe to repeat. Raise WF001, WF008.
 
 create or replace function flowforge._end_map(p_task_run_id bigint, p_now timestamptz) returns void
 language plpgsql volatile
@@ -149,6 +151,7 @@ begin
                 and (m.map_index is null or tr.map_count is not null and tr.generation = m.generation)
             limit 1) c
         group by c.task_run_id, c.unmet) w;
+    perform from flowforge.task_run tr where tr.task_run_id = any (v_waiting || v_free) order by tr.task_run_id for no key update;
     -- What still waits is decremented; what waits for nothing more is judged, and its count ended by that same UPDATE.
     update flowforge.task_run tr set unmet = tr.unmet - v_counts[flowforge._position(v_waiting, tr.task_run_id)]
     where tr.task_run_id = any (v_waiting) and tr.state = 'pending';
@@ -208,7 +211,7 @@ $$;
 comment on function flowforge._settle_locked(bigint[], bigint) is
     'Settles those of the given task runs that have ended, and what ends by it, up to so many rows (null: all); ends the runs that have nothing unsettled left. The caller has locked the runs in an earlier statement, then the task runs. Answers how many were settled.';
 
-create or replace function flowforge.settle_finished(max_rows bigint default 1000) returns bigint
+create or replace function flowforge.settle_finished(max_rows bigint default 1000, one_by_one boolean default false) returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
@@ -217,6 +220,9 @@ set jit = off
 as $$
 declare
     v_run_ids bigint[];
+    v_run_id bigint;
+    v_share bigint;
+    v_settled bigint := 0;
 begin
     perform flowforge._require_read_committed('settle_finished');
     perform flowforge._check_count('max_rows', settle_finished.max_rows);
@@ -236,19 +242,33 @@ begin
         limit least(settle_finished.max_rows, 500)) l;
     -- Run by run, each in the order of its index: over all of them at once, order and limit would tempt the planner into
     -- walking the primary key, and a sort would read the whole backlog. What is locked is passed over, so that nothing is
-    -- waited for; it comes next time.
-    return flowforge._settle_locked(array(
-        select l.task_run_id from unnest(v_run_ids) u (run_id)
-        cross join lateral (select tr.task_run_id from flowforge.task_run tr
-            where tr.run_id = u.run_id and tr.stage = 'unsettled'
-            order by tr.task_run_id offset 0 for no key update skip locked) l
-        limit settle_finished.max_rows), settle_finished.max_rows);
+    -- waited for; it comes next time. No run has more than its share, so that a wide one does not hold up the hops of others.
+    v_share := greatest(100, settle_finished.max_rows / greatest(1, cardinality(v_run_ids)));
+    if not settle_finished.one_by_one then
+        return flowforge._settle_locked(array(
+            select l.task_run_id from unnest(v_run_ids) u (run_id)
+            cross join lateral (select tr.task_run_id from flowforge.task_run tr
+                where tr.run_id = u.run_id and tr.stage = 'unsettled'
+                order by tr.task_run_id limit v_share for no key update skip locked) l
+            limit settle_finished.max_rows), settle_finished.max_rows);
+    end if;
+    foreach v_run_id in array coalesce(v_run_ids, '{}') loop
+        begin
+            v_settled := v_settled + flowforge._settle_locked(array(
+                select tr.task_run_id from flowforge.task_run tr
+                where tr.run_id = v_run_id and tr.stage = 'unsettled'
+                order by tr.task_run_id limit v_share for no key update skip locked), v_share);
+        exception when others then
+            raise warning 'run % cannot be settled: %', v_run_id, sqlerrm;
+        end;
+    end loop;
+    return v_settled;
 end
 $$;
-comment on function flowforge.settle_finished(bigint) is
-    'Counts finished task runs, makes what waited for them eligible or skips it, and ends runs. Answers how many task runs were settled. Raises WF001, WF008.';
+comment on function flowforge.settle_finished(bigint, boolean) is
+    'Counts finished task runs, makes what waited for them eligible or skips it, and ends runs. one_by_one: run by run, after an error, so that what raises is warned of and holds up nothing else. Answers how many task runs were settled. Raises WF001, WF008.';
 
-create or replace function flowforge.expand_map() returns bigint
+create or replace function flowforge.expand_map(one_by_one boolean default false) returns bigint
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
@@ -256,28 +276,51 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
-    v_now timestamptz;
+    v_ids bigint[];
     v_task_run_id bigint;
+    v_expanded bigint := 0;
+begin
+    perform flowforge._require_read_committed('expand_map');
+    v_ids := array(
+        select c.task_run_id
+        from (select tr.task_run_id, tr.run_id from flowforge.task_run tr where tr.stage = 'expand' order by tr.task_run_id) c
+        cross join lateral (select r.run_id from flowforge.run r where r.run_id = c.run_id for no key update skip locked) l
+        limit case when expand_map.one_by_one then 100 else 1 end);
+    if not expand_map.one_by_one then
+        return flowforge._expand(v_ids[1]);
+    end if;
+    foreach v_task_run_id in array v_ids loop
+        begin
+            v_expanded := v_expanded + flowforge._expand(v_task_run_id);
+        exception when others then
+            raise warning 'map % cannot be expanded: %', v_task_run_id, sqlerrm;
+        end;
+    end loop;
+    return v_expanded;
+end
+$$;
+comment on function flowforge.expand_map(boolean) is
+    'Expands at most one map whose trigger rule is met into its elements, whole; an empty one succeeds with []; one that cannot be expanded fails, saying why. one_by_one: up to 100, after an error, so that what raises is warned of and holds up nothing else. Answers how many. Raises WF008.';
+
+create or replace function flowforge._expand(p_task_run_id bigint) returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_now timestamptz;
     v_own record;
     v_upstream record;
     v_width bigint;
     v_error text;
 begin
-    perform flowforge._require_read_committed('expand_map');
-    select c.task_run_id into v_task_run_id
-    from (select tr.task_run_id, tr.run_id from flowforge.task_run tr where tr.stage = 'expand' order by tr.task_run_id) c
-    cross join lateral (select r.run_id from flowforge.run r where r.run_id = c.run_id for no key update skip locked) l
-    limit 1;
-    if v_task_run_id is null then
-        return 0;
-    end if;
     select tr.run_id, tr.task_id, tr.queue_id, tr.priority, tr.generation, tr.stage, tr.map_count, t.map_task_id, t.name, t.map_name into v_own
     from flowforge.task_run tr
     cross join lateral (select t.map_task_id, t.name, (select m.name from flowforge.task m where m.task_id = t.map_task_id) as map_name
         from flowforge.task t where t.task_id = tr.task_id limit 1) t
-    where tr.task_run_id = v_task_run_id;
+    where tr.task_run_id = p_task_run_id;
     v_now := flowforge._clock();
-    if v_own.stage <> 'expand' then
+    -- Looked at again, now that its run is locked.
+    if (v_own.stage = 'expand') is not true then
         return 0;
     end if;
     select tr.state, tr.output, jsonb_typeof(tr.output) as type into v_upstream
@@ -298,13 +341,13 @@ begin
         set state = case when v_error is null then 'succeeded' else 'failed' end::flowforge.task_run_state, stage = 'unsettled',
             finished_at = v_now, error = v_error, map_count = case when v_error is null then 0 end,
             output = case when v_error is null then '[]'::jsonb end
-        where tr.task_run_id = v_task_run_id and tr.state = 'pending' and tr.map_count is null;
+        where tr.task_run_id = p_task_run_id and tr.state = 'pending' and tr.map_count is null;
         return 1;
     end if;
 
     -- The count first, then the elements: no half-expanded map is ever seen.
     update flowforge.task_run tr set stage = 'blocked', unmet = v_width, map_count = v_width
-    where tr.task_run_id = v_task_run_id and tr.state = 'pending' and tr.map_count is null;
+    where tr.task_run_id = p_task_run_id and tr.state = 'pending' and tr.map_count is null;
     update flowforge.run r set unsettled = r.unsettled + v_width where r.run_id = v_own.run_id and r.state = 'running';
     insert into flowforge.task_run (run_id, task_id, queue_id, map_index, generation, priority, unmet, available_at, stage, item)
     select v_own.run_id, v_own.task_id, v_own.queue_id, e.pos - 1, v_own.generation, v_own.priority, 0, v_now, 'eligible', e.item
@@ -313,5 +356,5 @@ begin
     return 1;
 end
 $$;
-comment on function flowforge.expand_map() is
-    'Expands at most one map whose trigger rule is met into its elements, whole; an empty one succeeds with []; one that cannot be expanded fails, saying why. Answers 1 or 0. Raises WF008.';
+comment on function flowforge._expand(bigint) is
+    'Expands a map whose run the caller has locked, if it is still to be expanded. Answers 1 or 0.';

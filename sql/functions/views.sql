@@ -222,6 +222,7 @@ create or replace view flowforge.queue_status as
 select q.name as queue, q.paused_at, coalesce(q.window_size, greatest(100, 4 * c.capacity)) as window_size,
     (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as dispatched,
     (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as eligible,
+    (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'reoffered') as reoffered,
     flowforge._reading() - (select min(tr.available_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as oldest_eligible_age,
     flowforge._reading() - (select min(tr.ready_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as oldest_dispatched_age,
     q.drain_rate, q.redispatch_delay, c.capacity
@@ -236,6 +237,7 @@ comment on column flowforge.queue_status.paused_at is 'Since when nothing is dis
 comment on column flowforge.queue_status.window_size is 'Most task runs dispatched and due at once.';
 comment on column flowforge.queue_status.dispatched is 'Task runs waiting for a worker.';
 comment on column flowforge.queue_status.eligible is 'Task runs in line for the window.';
+comment on column flowforge.queue_status.reoffered is 'Task runs that were given back and are offered again after a delay: their worker was lost, or no worker knew their handler.';
 comment on column flowforge.queue_status.oldest_eligible_age is 'How long the oldest of these could have been dispatched.';
 comment on column flowforge.queue_status.oldest_dispatched_age is 'How long ago the oldest dispatched one was first dispatched.';
 comment on column flowforge.queue_status.drain_rate is 'Recent pace of claims a second while the queue was busy.';
@@ -244,8 +246,11 @@ comment on column flowforge.queue_status.capacity is 'Task runs that its announc
 
 create or replace view flowforge.worker_status as
 select w.name as worker, w.queues, w.capacity, w.started_at, w.seen_at, w.seen_at > flowforge._reading() - interval '2 minutes' as alive,
-    (select count(*) from flowforge.task_run tr where tr.lease_expires_at is not null and tr.lease_owner = w.name) as running
-from flowforge.worker w;
+    coalesce(l.running, 0) as running
+from flowforge.worker w
+left join (
+    select tr.lease_owner, count(*) as running from flowforge.task_run tr
+    where tr.lease_expires_at is not null group by tr.lease_owner) l on l.lease_owner = w.name;
 comment on view flowforge.worker_status is 'Workers that announced themselves, and how much each is running.';
 comment on column flowforge.worker_status.worker is 'Name of the worker.';
 comment on column flowforge.worker_status.queues is 'Queues it serves.';
@@ -265,6 +270,11 @@ from (
     union all select 'eligible', (select count(*) from flowforge.task_run tr where tr.stage = 'eligible'), 'task runs in line for dispatch'
     union all select 'oldest_eligible_seconds', (select extract(epoch from max(q.oldest_eligible_age)) from flowforge.queue_status q),
         'age of the oldest of them; priority is strict, so a low one can wait'
+    union all select 'reoffered', (select count(*) from flowforge.task_run tr where tr.stage = 'reoffered'),
+        'task runs that were given back and are offered again after a delay'
+    union all select 'unknown_handler',
+        (select count(*) from flowforge.task_run tr where tr.stage = 'reoffered' and tr.unknown_handler_since is not null),
+        'those of them whose handler no worker knew'
     union all select 'dispatched', (select count(*) from flowforge.task_run tr where tr.stage = 'dispatched'), 'task runs waiting for a worker'
     union all select 'running', (select count(*) from flowforge.task_run tr where tr.lease_expires_at is not null), 'task runs under a lease'
     union all select 'expired_leases', (select count(*) from flowforge.task_run tr where tr.lease_expires_at < flowforge._reading()),

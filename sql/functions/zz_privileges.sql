@@ -29,8 +29,8 @@ grant execute on function
 to flowforge_client, flowforge_operator;
 
 grant execute on function
-    flowforge.settle_finished(bigint), flowforge.expand_map(), flowforge.dispatch_ready(bigint), flowforge.reap_expired_leases(bigint),
-    flowforge.redispatch_lost(bigint), flowforge.fail_undeliverable(bigint), flowforge.cancel_leftovers(bigint),
+    flowforge.settle_finished(bigint, boolean), flowforge.expand_map(boolean), flowforge.dispatch_ready(bigint), flowforge.reap_expired_leases(bigint, boolean),
+    flowforge.redispatch_lost(bigint), flowforge.fail_undeliverable(bigint), flowforge.cancel_leftovers(bigint, boolean),
     flowforge.sweep_outbox(bigint), flowforge.declare_scheduler(boolean), flowforge.next_due()
 to flowforge_scheduler;
 

@@ -253,11 +253,13 @@ create table if not exists flowforge.run (
     created_at timestamptz not null,
     finished_at timestamptz,
     cancel_requested_at timestamptz,
+    cancel_sweep_at timestamptz,
     cancel_reason text,
     idempotency_key text,
     labels jsonb not null,
     input jsonb not null,
-    constraint finished_iff_not_running check ((state = 'running') = (finished_at is null))
+    constraint finished_iff_not_running check ((state = 'running') = (finished_at is null)),
+    constraint running_iff_unsettled check ((state = 'running') = (unsettled > 0))
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 create unique index if not exists run_idempotency_key on flowforge.run (idempotency_key, workflow_id)
     where idempotency_key is not null;
@@ -276,6 +278,7 @@ comment on column flowforge.run.priority is 'Added to the priority of each task.
 comment on column flowforge.run.unsettled is 'Number of its task runs that are not settled; the run ends when it reaches 0.';
 comment on column flowforge.run.created_at is 'When it was triggered.';
 comment on column flowforge.run.finished_at is 'When it ended; null while running.';
+comment on column flowforge.run.cancel_sweep_at is 'When the standing sweep of a run being cancelled looks at it next; the longer it takes, the more seldom.';
 comment on column flowforge.run.cancel_requested_at is 'When a cancel was asked for; cleared by retry_run.';
 comment on column flowforge.run.cancel_reason is 'The reason given for the cancel.';
 comment on column flowforge.run.idempotency_key is 'Key under which the trigger is repeatable, within its workflow, until the run is pruned.';
@@ -326,7 +329,7 @@ create table if not exists flowforge.task_run (
     constraint lease_iff_running check (
         case when state = 'running'
             then claim_id is not null and lease_owner is not null and lease_expires_at is not null and lease_length is not null
-            else claim_id is null and lease_owner is null and lease_expires_at is null and lease_length is null
+            else claim_id is null and lease_owner is null and lease_expires_at is null and lease_length is null and deadline is null
         end),
     constraint stage_refines_state check (
         case stage
@@ -340,7 +343,8 @@ create table if not exists flowforge.task_run (
     constraint dispatched_under_an_id check (state not in ('ready', 'running') or dispatch_id is not null),
     constraint no_dispatch_id_while_pending check (state <> 'pending' or dispatch_id is null),
     constraint finished_iff_terminal check ((finished_at is not null) = (state in ('succeeded', 'failed', 'cancelled', 'skipped'))),
-    constraint waits_only_when_blocked check (unmet = 0 or state <> 'pending' or stage = 'blocked')
+    constraint waits_only_when_blocked check (unmet = 0 or state <> 'pending' or stage = 'blocked'),
+    constraint only_an_own_row_expands check (map_index is null or map_count is null and stage <> 'expand')
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 create unique index if not exists task_run_of_run on flowforge.task_run (run_id, task_id, map_index, generation)
     nulls not distinct;
@@ -354,7 +358,9 @@ create index if not exists task_run_dispatched on flowforge.task_run (queue_id, 
 create index if not exists task_run_lease on flowforge.task_run (lease_expires_at) where lease_expires_at is not null;
 create index if not exists task_run_claim on flowforge.task_run (claim_id) where claim_id is not null;
 create index if not exists task_run_unsettled on flowforge.task_run (run_id, task_run_id) where stage = 'unsettled';
--- On an expression that only the view dead_letters writes, so that no guard on state can match it.
+-- These two on expressions that one statement each writes, so that no other one can match them.
+create index if not exists task_run_reoffered_of_queue on flowforge.task_run ((case when stage = 'reoffered' then queue_id end))
+    where case when stage = 'reoffered' then queue_id end is not null;
 create index if not exists task_run_failed on flowforge.task_run ((case when state = 'failed' then finished_at end))
     where case when state = 'failed' then finished_at end is not null;
 comment on table flowforge.task_run is 'One task of one run; a map also has one row for each element.';
@@ -395,6 +401,7 @@ comment on column flowforge.task_run.output is 'Output of the handler; for a map
 comment on index flowforge.task_run_of_run is 'From a run and task to its rows.';
 comment on index flowforge.task_run_eligible is 'What can be dispatched now, by queue.';
 comment on index flowforge.task_run_delayed is 'What waits only for its time.';
+comment on index flowforge.task_run_reoffered_of_queue is 'The same by queue: counted against its window.';
 comment on index flowforge.task_run_reoffered is 'What is offered again later; moved into the window when due.';
 comment on index flowforge.task_run_expand is 'Maps to be expanded.';
 comment on index flowforge.task_run_dispatched is 'The window of each queue.';
@@ -455,7 +462,8 @@ create table if not exists flowforge.outbox (
     published_at timestamptz,
     parked_at timestamptz,
     tries bigint not null default 0,
-    last_error text
+    last_error text,
+    constraint published_or_parked check (published_at is null or parked_at is null)
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 create index if not exists outbox_unpublished on flowforge.outbox (next_attempt_at, outbox_id)
     where published_at is null and parked_at is null;
@@ -498,6 +506,7 @@ create table if not exists flowforge.scheduler (
     asleep boolean not null default false,
     reaper_ticked_at timestamptz,
     reaper_period interval not null default '0',
+    gap_started_at timestamptz,
     gap_ended_at timestamptz
 ) with (fillfactor = 10);
 insert into flowforge.scheduler default values on conflict (one_row) do nothing;
@@ -505,8 +514,9 @@ comment on table flowforge.scheduler is 'One row: what the schedulers tell each 
 comment on column flowforge.scheduler.one_row is 'Always true.';
 comment on column flowforge.scheduler.asleep is 'Whether a scheduler has declared itself asleep: only then is it notified.';
 comment on column flowforge.scheduler.reaper_ticked_at is 'Last tick of the reaper.';
-comment on column flowforge.scheduler.reaper_period is 'Time between its last two ticks, 20 s at most; a gap is longer than 10 s and than three of these.';
-comment on column flowforge.scheduler.gap_ended_at is 'First tick after the last gap: from here on every lease that ran then has its own length anew.';
+comment on column flowforge.scheduler.reaper_period is 'Longest time between its recent ticks, 20 s at most; a gap is longer than 10 s and than three of these.';
+comment on column flowforge.scheduler.gap_started_at is 'Last tick before the last gap.';
+comment on column flowforge.scheduler.gap_ended_at is 'First tick after the last gap: from here on every lease that ran out in it has its own length anew.';
 
 create table if not exists flowforge.run_retry (
     run_id bigint not null references flowforge.run on delete cascade,

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Any
 
+import psycopg
+import pytest
 from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 
@@ -30,19 +32,27 @@ class Wire(Session):
         return [("accepted",)] * len(params[0])
 
 
-def sent(*outputs: str) -> Wire:
-    """What went out of these results, which were there before the first was sent."""
-    wire, counts, broken = Wire(), Counter[str](), list[str]()
+def sent_through(wire: Wire, *reports: Finish) -> Counter[str]:
+    """What became of these reports, which were there before the first was sent."""
+    counts, broken = Counter[str](), list[str]()
     keeper = LeaseKeeper(Session(Config(), "renew"), "me", ["default"], 1, 60, counts, broken.append)
     finisher = Finisher(wire, keeper, counts, broken.append)
-    for output in outputs:
+    for report in reports:
         execution = an_execution()
         keeper.hold([execution])
-        finisher.put(execution, Finish("succeeded", output=output))
+        finisher.put(execution, report)
     finisher.close()
     finisher.start()
     assert finisher.wait_ended(60)
-    assert (counts, broken) == ({"finished_succeeded": len(outputs)}, [])
+    assert not broken
+    return counts
+
+
+def sent(*outputs: str) -> Wire:
+    """What went out of these results."""
+    wire = Wire()
+    reports = (Finish("succeeded", output=output) for output in outputs)
+    assert sent_through(wire, *reports) == {"finished_succeeded": len(outputs)}
     return wire
 
 
@@ -57,3 +67,30 @@ def test_other_results_do_not_share_the_statement_of_a_large_one() -> None:
     large = '"' + "x" * 9_000_000 + '"'
     wire = sent("1", "2", large, "3", "4")
     assert wire.rows == [2, 1, 2]
+
+
+class Refusing(Wire):
+    """Refuses so many statements, whatever is in them."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.outcomes = times, list[str]()
+
+    def call(self, query: str, params: Any, **_: Any) -> list[tuple[Any, ...]]:
+        self.outcomes.append(params[2][0])
+        if len(self.outcomes) <= self.times:
+            raise psycopg.errors.ProgramLimitExceeded("too much of something")
+        return super().call(query, params)
+
+    def pause(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("times", [2, 4])
+@pytest.mark.parametrize("report", [Finish("succeeded", output="1"), Finish("failed", error="x")])
+def test_what_is_refused_whatever_is_in_it_is_not_the_value_s_fault(report: Finish, times: int) -> None:
+    """A success must not become a failure because the database is out of something."""
+    wire = Refusing(times)
+    accepted = sent_through(wire, report)
+    assert accepted == {f"finished_{report.outcome}": 1}
+    assert wire.outcomes[-1] == report.outcome

@@ -39,10 +39,12 @@ class Model:
         self.runs: dict[int, Run] = {}
         self.orders: dict[int, Order] = {}
         self.expected_orders: list[int] = []  # task runs for which the present call must write one
+        self.possible_orders: list[int] = []  # those for which it may
         self.paused: set[str] = set()
         self.windows: dict[str, int | None] = {}  # None: the default
         self.reaper_tick: datetime | None = None
         self.reaper_period = timedelta()
+        self.gap_start: datetime | None = None
         self.gap_end: datetime | None = None
         self.max_width = max_width
         self.dispatch_ids: set[UUID] = set()
@@ -97,6 +99,7 @@ class Model:
         assert dispatch_id not in self.dispatch_ids, "the dispatch id is not new"
         self.dispatch_ids.add(dispatch_id)
         row.state, row.dispatch = "ready", dispatch_id
+        row.ready_at = self.now
         row.offer(self.now)
         self.expected_orders.append(row.id)
 
@@ -104,9 +107,12 @@ class Model:
         return [o for o in self.orders.values() if o.row == row.id and o.dispatch == row.dispatch]
 
     def arm(self, row: TaskRun) -> None:
-        """See to an order for a ready task run: one that is still to be published serves."""
-        if not any(order.state == "unpublished" for order in self.orders_of(row)):
-            self.expected_orders.append(row.id)
+        """See to an order for a ready task run: one that is still to be published serves, unless it waits for
+        longer than the task run does; that may hang on a delay which the database chooses."""
+        waiting = [order.next_at for order in self.orders_of(row) if order.state == "unpublished"]
+        if not any(each <= max(row.available_at, self.now) for each in waiting):
+            sure = not any(each <= max(row.available_by, self.now) for each in waiting)
+            (self.expected_orders if sure else self.possible_orders).append(row.id)
 
     def is_live(self, order: Order) -> bool:
         found = self.find(order.row)
@@ -203,6 +209,8 @@ class Model:
             else:
                 self._give_back(run, row, timedelta(seconds=1), timedelta(seconds=60))
                 row.unknown_since = since
+                if row.state == "ready":
+                    row.offer(row.available_at)  # nobody has begun it
         else:
             self._give_back(run, row, timedelta(), timedelta(), counted=reason == "crashed")
         return "released" if row.state == "ready" else row.state
@@ -227,11 +235,12 @@ class Model:
             self.arm(row)
 
     def reap(self) -> int:
-        """After a gap in its ticks nobody is judged before having had a whole lease anew."""
+        """After a gap in its ticks each lease that ran out in it has its length anew before it is judged."""
         since = self.now - self.reaper_tick if self.reaper_tick else timedelta()
         if since > max(REAPER_GAP, 3 * self.reaper_period):
-            self.gap_end = self.now
-        self.reaper_tick, self.reaper_period = self.now, min(since, LONGEST_PERIOD)
+            self.gap_start, self.gap_end = self.reaper_tick, self.now
+        self.reaper_tick = self.now
+        self.reaper_period = min(max(since, self.reaper_period * 0.9), LONGEST_PERIOD)
         expired = [(run, row) for run, row in self.in_state("running") if self._is_lost(row)]
         for run, row in expired:
             if not run.cancelling and row.deadline and row.deadline <= self.now:
@@ -243,7 +252,12 @@ class Model:
     def _is_lost(self, row: TaskRun) -> bool:
         assert row.lease is not None
         assert row.lease_end is not None
-        spared = self.gap_end is not None and self.gap_end + row.lease > self.now
+        spared = (
+            self.gap_start is not None
+            and self.gap_end is not None
+            and row.lease_end >= self.gap_start
+            and self.gap_end + row.lease > self.now
+        )
         over = row.deadline is not None and row.deadline <= self.now
         return row.lease_end <= self.now and (over or not spared)
 

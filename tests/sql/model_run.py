@@ -83,6 +83,7 @@ class TaskRun:
     lease: timedelta | None = None
     lease_end: datetime | None = None
     deadline: datetime | None = None
+    ready_at: datetime | None = None
     start_by: datetime | None = None
     unknown_since: datetime | None = None
     reoffered: bool = False  # ready, but out of the window until it is due and has been moved into it
@@ -112,7 +113,10 @@ class TaskRun:
         self.dispatch = None
 
     def offer(self, when: datetime) -> None:
+        """From when on its start may be waited for: its dispatch, where nobody has begun it since."""
         within = self.task.start_within
+        if self.unknown_since is not None and self.ready_at is not None:
+            when = self.ready_at
         self.start_by = when + timedelta(seconds=within) if within is not None else None
 
     def adopt(self, available_at: datetime) -> None:

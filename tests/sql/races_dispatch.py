@@ -31,7 +31,7 @@ def dispatch_dispatch(lab: Laboratory) -> Body:
     assert sum(counts) == 2
     assert [row.state for row in run.rows()] == ["ready", "ready", "pending"]
     assert lab.value("select count(*) from flowforge.outbox") == 2
-    lab.value("select flowforge.configure_queue('default')")
+    lab.value("select flowforge.configure_queue('default', 0)")
 
 
 def dispatch_cancel(lab: Laboratory) -> Body:

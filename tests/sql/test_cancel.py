@@ -157,12 +157,28 @@ def test_leftovers_are_swept(engine: Engine, state: str) -> None:
     runs = [engine.trigger() for _ in range(3)]
     if state == "ready":
         engine.schedule()
-    engine.rows("update flowforge.run set cancel_requested_at = now() where run_id <> %s", runs[2])
+    asked = "update flowforge.run set cancel_requested_at = flowforge._clock()"
+    engine.rows(f"{asked} where run_id <> %s", runs[2])
     assert engine.call("cancel_leftovers", 1) == 2
     assert engine.call("cancel_leftovers", 1) == 2
     with engine.changes_nothing():
         assert engine.call("cancel_leftovers") == 0
     assert [engine.run_state(run) for run in runs] == ["cancelled", "cancelled", "running"]
+
+
+def test_the_longer_a_cancel_takes_the_more_seldom_it_is_looked_at(engine: Engine) -> None:
+    """The walk through a large run costs, and what comes back in line does so soon or never."""
+    run_id = engine.start(task("a"), task("b"))
+    engine.claim_one()
+    engine.call("cancel_run", run_id)
+    looks = []
+    for second in range(300):
+        before = engine.value("select cancel_sweep_at from flowforge.run")
+        engine.call("cancel_leftovers")
+        if engine.value("select cancel_sweep_at from flowforge.run") != before:
+            looks.append(second)
+        engine.advance("1 s")
+    assert looks == [0, 1, 2, 4, 8, 16, 32, 64, 124, 184, 244]
 
 
 @pytest.mark.parametrize(

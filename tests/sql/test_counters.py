@@ -91,7 +91,7 @@ def test_bounded_counters_at_their_last_value_but_one(engine: Engine, column: st
     engine.rows(f"update flowforge.task_run set {column} = %s", value)
     if column == "redispatches":
         engine.rows("select flowforge.mark_published(array_agg(outbox_id)) from flowforge.outbox")
-        engine.advance("30 s")
+        engine.advance("1 day")
         assert engine.call("redispatch_lost") == 1
     else:
         claim = engine.claim_one()

@@ -155,11 +155,54 @@ def test_nothing_of_a_run_being_cancelled_is_dispatched(engine: Engine) -> None:
     """A failed finish may put a task run in line that cancel did not see."""
     engine.define(task("a"))
     run_id = engine.trigger()
-    engine.rows("update flowforge.run set cancel_requested_at = now()")
+    engine.rows("update flowforge.run set cancel_requested_at = now(), cancel_sweep_at = flowforge._clock()")
     assert engine.call("dispatch_ready") == 0
     assert not engine.messages()
     assert engine.call("cancel_leftovers") == 1
     assert engine.run_state(run_id) == "cancelled"
+
+
+def bounce(engine: Engine, known: str) -> int:
+    """A worker that knows one handler works for a second; how many of its tasks it ran."""
+    ran = 0
+    engine.call("dispatch_ready", 10_000)
+    for claim in engine.claim_next(10_000):
+        if claim.handler == known:
+            engine.finish(claim)
+            ran += 1
+        else:
+            engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "unknown_handler")
+    engine.schedule()
+    engine.advance("1 s")
+    return ran
+
+
+@pytest.mark.parametrize(("runs", "tasks"), [(1, 300), (300, 1)])
+def test_handlers_that_nobody_knows_do_not_hold_up_their_queue(engine: Engine, runs: int, tasks: int) -> None:
+    """A mistaken or early deploy: many of one task stay in line, and what others can run is run."""
+    engine.define(*(task(f"t{i}", handler="new") for i in range(tasks)), name="early")
+    for _ in range(runs):
+        engine.trigger("early")
+    engine.define(task("a", handler="old"))
+    engine.trigger()
+    seconds = 0
+    while not bounce(engine, "old"):
+        seconds += 1
+        assert seconds < 120
+    asked = "select count(*) from flowforge.task_run where unknown_handler_since is not null"
+    assert tasks > 1 or engine.value(asked) < 300
+
+
+def test_a_handler_that_becomes_known_is_run(engine: Engine) -> None:
+    engine.define(*(task("t", handler="new"), task("a")))
+    for _ in range(40):
+        engine.trigger()
+    for _ in range(90):
+        assert bounce(engine, "w.a") in (0, 40)
+    waiting = "select count(*) from flowforge.task_run where state in ('pending', 'ready')"
+    for _ in range(70):
+        bounce(engine, "new")
+    assert engine.value(waiting) == 0
 
 
 # Arguments

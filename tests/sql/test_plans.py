@@ -47,12 +47,12 @@ PATHS = {
     "cancel_leftovers": (
         "run_cancelling() run_pkey(run_id) task_dependency_downstream(upstream_task_id) "
         "task_pkey(task_id) task_run_of_run(run_id) task_run_of_run(run_id,task_id,map_index) "
-        "update:run_pkey(run_id) update:task_run_of_run(run_id,map_index) "
+        "task_run_pkey(task_run_id) update:run_pkey(run_id) update:task_run_of_run(run_id,map_index) "
         "update:task_run_pkey(task_run_id)"
     ),
     "cancel_run": (
         "run_pkey(run_id) task_dependency_downstream(upstream_task_id) task_pkey(task_id) "
-        "task_run_of_run(run_id) task_run_of_run(run_id,task_id,map_index) "
+        "task_run_of_run(run_id) task_run_of_run(run_id,task_id,map_index) task_run_pkey(task_run_id) "
         "update:run_pkey(run_id) update:task_run_of_run(run_id,map_index) "
         "update:task_run_pkey(task_run_id)"
     ),
@@ -71,9 +71,9 @@ PATHS = {
     "dispatch_ready": (
         "insert:run_pkey(run_id) insert:task_pkey(task_id) insert:task_run_pkey(task_run_id) "
         "run_pkey(run_id) task_pkey(task_id) task_run_delayed(available_at) "
-        "task_run_dispatched(queue_id) task_run_eligible(queue_id) task_run_reoffered() "
-        "task_run_reoffered(available_at) update:run_pkey(run_id) "
-        "update:task_pkey(task_id) update:task_run_pkey(task_run_id)"
+        "task_run_dispatched(queue_id) task_run_eligible(queue_id) task_run_reoffered(available_at) "
+        "task_run_reoffered_of_queue(stage) update:run_pkey(run_id) "
+        "update:task_pkey(task_id) update:task_run_lease() update:task_run_pkey(task_run_id)"
     ),
     "expand_map": (
         "run_pkey(run_id) task_pkey(task_id) task_run_expand() task_run_of_run(run_id,task_id,map_index) "
@@ -112,7 +112,7 @@ PATHS = {
     "redispatch_lost": (
         "insert:run_pkey(run_id) insert:task_pkey(task_id) insert:task_run_pkey(task_run_id) "
         "outbox_of_task_run(task_run_id) task_run_dispatched() task_run_dispatched(queue_id) "
-        "task_run_pkey(task_run_id) update:task_run_pkey(task_run_id)"
+        "task_run_lease() task_run_pkey(task_run_id) update:task_run_pkey(task_run_id)"
     ),
     "release_task_run": (
         "insert:run_pkey(run_id) insert:task_pkey(task_id) insert:task_run_pkey(task_run_id) "
@@ -128,13 +128,13 @@ PATHS = {
         "insert:task_run_pkey(task_run_id) run_pkey(run_id) run_retry_pkey(run_id,request_id) "
         "task_dependency_downstream(upstream_task_id) task_dependency_pkey(task_id) task_pkey(task_id) "
         "task_run_of_run(run_id) task_run_of_run(run_id,map_index) task_run_of_run(run_id,task_id) "
-        "task_run_of_run(run_id,task_id,map_index) task_run_pkey(task_run_id) task_run_unsettled(run_id) "
+        "task_run_of_run(run_id,task_id,map_index) task_run_pkey(task_run_id) "
         "task_workflow_version_id_name_key(workflow_version_id,name) update:run_pkey(run_id) "
         "update:task_pkey(task_id) update:task_run_pkey(task_run_id)"
     ),
     "run_result": (
         "run_pkey(run_id) task_dependency_downstream(upstream_task_id) task_pkey(task_id) "
-        "task_run_of_run(run_id,map_index)"
+        "task_run_of_run(run_id,map_index) task_run_pkey(task_run_id)"
     ),
     "settle_finished": (
         "run_pkey(run_id) task_dependency_downstream(upstream_task_id) task_dependency_pkey(task_id) "
@@ -330,6 +330,7 @@ class Tour:
         self.call("release_task_run(%s, %s, 'unstarted')", *claims[3])
         (lost,) = self.trigger("diamond", 1)
         self.past("cancel_requested_at", f"run_id = {lost}", "run")
+        self.past("cancel_sweep_at", "cancel_requested_at is not null", "run")
         assert self.call("cancel_leftovers()") == [(5,)]
         self.settle()
 
@@ -392,7 +393,14 @@ def test_every_statement_goes_by_its_index(db: Database, statistics: str) -> Non
             tour.plans = {}
         tour.take()
     found = {function: access_paths(plans, TABLES) for function, plans in tour.plans.items()}
-    assert found == {function: set(paths.split()) for function, paths in PATHS.items()}
+    expected = {function: set(paths.split()) for function, paths in PATHS.items()}
+    # What is too much and what is missing, function by function: the whole would be too long to read.
+    assert {
+        function: (found.get(function, set()) - paths, paths - found.get(function, set()))
+        for function, paths in expected.items()
+        if found.get(function) != paths
+    } == {}
+    assert found.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("when", ["statistics of the backlog", "backlog without statistics"])
@@ -415,7 +423,8 @@ def test_settling_a_backlog_reads_what_it_settles(db: Database, when: str) -> No
                 """
             )
         connection.execute(
-            "update flowforge.run set state = 'succeeded', finished_at = now() where run_id <= 2000"
+            "update flowforge.run set state = 'succeeded', unsettled = 0, finished_at = now()"
+            " where run_id <= 2000"
         )
         if when == "statistics of the backlog":
             vacuum(connection)

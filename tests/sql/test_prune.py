@@ -62,3 +62,17 @@ def test_a_late_worker_of_a_pruned_run_is_told(engine: Engine) -> None:
 def test_wrong_arguments_are_refused(engine: Engine, arguments: tuple[Any, ...]) -> None:
     with engine.refuses("WF001"):
         engine.call("prune", *arguments)
+
+
+def test_one_call_deletes_no_more_than_so_many_task_runs(engine: Engine) -> None:
+    """Runs may be large: what one transaction deletes must not grow with them."""
+    engine.define(*(task(f"t{i}") for i in range(9000)))
+    for _ in range(7):
+        engine.call("cancel_run", engine.trigger())
+    engine.advance("1 s")
+    assert [engine.call("prune", "0 s") for _ in range(3)] == [5, 2, 0]
+    engine.call("set_limit", "max_tasks", 60_000)
+    engine.define(*(task(f"t{i}") for i in range(50_001)), name="huge")
+    engine.call("cancel_run", engine.trigger("huge"))
+    engine.advance("1 s")
+    assert [engine.call("prune", "0 s") for _ in range(2)] == [1, 0]

@@ -28,11 +28,12 @@ def test_configure(queue: Engine) -> None:
     assert queue.call("configure_queue", "default", 7, "1 min") is True
     assert queue.row(settings) == (7, "00:01:00")
     assert queue.call("configure_queue", "default", redispatch_delay="0.1 s") is True
+    assert queue.row(settings) == (7, "00:00:00.1")
+    assert queue.call("configure_queue", "default", window_size=0) is True
     assert queue.row(settings) == (None, "00:00:00.1")
-    queue.call("configure_queue", "default")
-    assert queue.row(settings) == (None, "00:00:30")
     with queue.changes_nothing():
         assert queue.call("configure_queue", "default") is False
+        assert queue.call("configure_queue", "default", 0, "0.1 s") is False
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_configure(queue: Engine) -> None:
         *((name, (queue,), "WF002") for name in ("pause_queue", "resume_queue") for queue in (None, "", "x")),
         ("configure_queue", (None, 1), "WF002"),
         ("configure_queue", ("x", 1), "WF002"),
-        ("configure_queue", ("default", 0), "WF001"),
+        ("configure_queue", ("default", -1), "WF001"),
         ("configure_queue", ("default", 1_000_001), "WF001"),
         ("configure_queue", ("default", 1, "0 s"), "WF001"),
         ("configure_queue", ("default", 1, "-1 s"), "WF001"),

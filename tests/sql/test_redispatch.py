@@ -27,17 +27,49 @@ def test_a_message_unclaimed_for_too_long_is_published_again(engine: Engine) -> 
     assert [engine.claim(order).outcome for order in (second, first)] == ["claimed", "running"]
 
 
-def test_the_delay_doubles_up_to_a_cap(engine: Engine) -> None:
-    engine.start(task("a"))
-    gaps = []
-    for _ in range(8):
+def gaps(engine: Engine, times: int, *, served: bool = False) -> list[int]:
+    """Seconds between the times that a message is published again."""
+    found = []
+    for _ in range(times):
         publish(engine)
         gap = 0
+        if served:
+            engine.call("announce_worker", "worker", ["default"], 1)
         while not engine.call("redispatch_lost"):
-            engine.advance("10 s")
-            gap += 10
-        gaps.append(gap)
-    assert gaps == [30, 60, 120, 240, 480, 960, 960, 960]
+            engine.advance("30 s")
+            gap += 30
+            if served:
+                engine.call("announce_worker", "worker", ["default"], 1)
+        found.append(gap)
+    return found
+
+
+def test_the_delay_doubles_up_to_a_cap(engine: Engine) -> None:
+    engine.start(task("a"))
+    assert gaps(engine, 8, served=True) == [30, 60, 120, 240, 480, 960, 960, 960]
+
+
+def test_without_any_worker_it_goes_on_doubling(engine: Engine) -> None:
+    """Nobody takes the messages away: what is published stays at the broker, and must not pile up there."""
+    engine.start(task("a"))
+    assert gaps(engine, 8) == [30, 60, 120, 240, 480, 960, 1920, 3840]
+    # A worker comes, whose messages are lost, and finds them published again as soon as is looked.
+    engine.advance("20 minutes")
+    engine.call("announce_worker", "worker", ["default"], 1)
+    publish(engine)
+    assert engine.call("redispatch_lost") == 0
+    assert gaps(engine, 1, served=True)[0] <= 960
+
+
+def test_messages_of_a_queue_without_workers_stay_few(engine: Engine) -> None:
+    engine.define(*(task(f"t{i}") for i in range(20)))
+    engine.trigger()
+    engine.schedule()
+    for _ in range(24 * 12):
+        publish(engine)
+        engine.advance("5 minutes")
+        engine.call("redispatch_lost")
+    assert len(engine.messages()) <= 20 * 12
 
 
 def test_what_is_still_to_be_published_is_not_lost(engine: Engine) -> None:
@@ -123,6 +155,26 @@ def test_workers_that_became_slow_are_given_time_too(engine: Engine) -> None:
         publish(engine)
     assert engine.value("select drain_rate > 40 from flowforge.queue_status") is True
     assert sum(work_slowly(engine, 60, 30)) == 0
+
+
+@pytest.mark.parametrize("window", [1, 100])
+def test_while_no_worker_has_room_nothing_is_lost(engine: Engine, window: int) -> None:
+    """However long its tasks take, and though no pace was ever measured."""
+    engine.define(*(task(f"t{i}", lease=3600) for i in range(4)))
+    engine.call("configure_queue", "default", window_size=window)
+    engine.trigger()
+    lost = 0
+    for _ in range(4):
+        engine.schedule()
+        publish(engine)
+        claim = engine.claim_one()
+        for _ in range(40):
+            engine.call("announce_worker", "worker", ["default"], 1)
+            engine.advance("30 s")
+            lost += engine.call("redispatch_lost")
+            publish(engine)
+        engine.finish(claim)
+    assert lost == 0
 
 
 def test_a_worker_that_has_room_and_claims_nothing_tells_of_lost_messages(engine: Engine) -> None:

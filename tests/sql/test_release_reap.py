@@ -183,6 +183,37 @@ def test_an_unknown_handler_is_asked_for_again_and_again_then_fails_by_name(engi
     assert row.error == "no worker knew the handler 'new' for 15 minutes"
 
 
+def test_a_start_that_is_waited_for_goes_on_from_the_dispatch(engine: Engine) -> None:
+    """Workers that give it back at once have not started it."""
+    run_id = engine.start(task("a", handler="new", start_within=20))
+    for _ in range(8):
+        release(engine, engine.claim_one(), "unknown_handler")
+        engine.advance(f"{waits(engine, run_id)} s")
+        engine.schedule()
+        engine.call("fail_undeliverable")
+        if engine.task_run(run_id, "a").state == "failed":
+            break
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.error) == ("failed", "not started within 20 s")
+    assert (row.finished_at - row.ready_at).total_seconds() < 30
+
+
+def test_what_a_worker_took_with_it_comes_back_apart(engine: Engine) -> None:
+    """One of them may have killed it; together again they would all be given up."""
+    engine.start(*(task(f"t{i}", lease=30) for i in range(10)), task("alone", lease=3600))
+    for due in (1, 10):
+        assert len(engine.claim_next()) >= 10
+        engine.advance("31 s")
+        assert engine.reap() == 10
+        engine.call("dispatch_ready")
+        assert (
+            len({row.available_at for row in engine.rows("select available_at from flowforge.task_run")})
+            > due
+        )
+    spread = "select extract(epoch from max(available_at) - min(available_at)) from flowforge.task_run"
+    assert 30 < engine.value(f"{spread} where state = 'ready'") < 300
+
+
 def test_once_a_worker_knew_the_handler_the_minutes_start_anew(engine: Engine) -> None:
     engine.start(task("a"))
     release(engine, engine.claim_one(), "unknown_handler")
@@ -304,6 +335,57 @@ def test_a_scheduler_that_always_ticks_slowly_still_reaps(engine: Engine) -> Non
         engine.advance("15 s")
         taken.append(engine.call("reap_expired_leases"))
     assert sum(taken) == 1
+
+
+@pytest.mark.parametrize(
+    ("lease", "ticks", "pause", "hours"),
+    [(30, 10, "11 s", 0.1), (3600, 60, "50 minutes", 3)],
+    ids=["every few seconds", "at each deploy"],
+)
+def test_gaps_that_come_again_and_again_spare_nobody_twice(
+    engine: Engine, lease: int, ticks: int, pause: str, hours: float
+) -> None:
+    engine.start(task("a", lease=lease))
+    for _ in range(3):
+        engine.call("reap_expired_leases")
+        engine.advance("1 s")
+    engine.claim_one()
+    begun = engine.value("select flowforge._clock()")
+    while not engine.value("select count(*) from flowforge.attempt"):
+        for _ in range(ticks):
+            engine.advance("1 s")
+            engine.call("reap_expired_leases")
+        engine.advance(pause)
+        engine.call("reap_expired_leases")
+        assert engine.value("select extract(epoch from flowforge._clock() - %s) / 3600", begun) < hours
+
+
+def test_two_schedulers_that_are_both_slow_make_no_gaps(engine: Engine) -> None:
+    engine.start(task("a", lease=30))
+    for _ in range(5):
+        for pause in ("11 s", "0.1 s"):
+            engine.call("reap_expired_leases")
+            engine.advance(pause)
+    engine.claim_one()
+    taken = []
+    for _ in range(4):
+        for pause in ("11 s", "0.1 s"):
+            engine.advance(pause)
+            taken.append(engine.call("reap_expired_leases"))
+    assert sum(taken) == 1
+
+
+def test_an_order_that_waits_out_a_back_off_does_not_serve_what_may_be_offered_now(engine: Engine) -> None:
+    """Release tells the next worker at once, whatever the broker refused before."""
+    engine.start(task("a"))
+    (order,) = engine.messages()
+    for _ in range(5):
+        engine.call("mark_refused", [order.outbox_id], ["nacked"])
+        engine.advance("10 minutes")
+    engine.call("mark_refused", [order.outbox_id], ["nacked"])
+    claim = engine.claim(order)  # by a message that had arrived after all
+    engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "unstarted")
+    assert engine.value("select count(*) from flowforge.fetch_outbox(10)") == 1
 
 
 def test_what_is_locked_at_the_first_tick_after_a_gap_has_its_length_too(

@@ -245,3 +245,21 @@ def test_a_transaction_under_a_lease_is_looked_after_by_the_server(engine: Engin
     engine.rows("set local idle_in_transaction_session_timeout = '7min'")
     engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
     assert engine.value(show) == "7min"
+
+
+@pytest.mark.parametrize("own", [None, "1 h", "2 s"])
+def test_nor_may_it_last_longer_than_the_time_limit(engine: Engine, own: str | None) -> None:
+    """A locked row cannot be reaped, so the server ends what would hold it beyond its time."""
+    engine.start(task("a", time_limit=60))
+    claim = engine.claim_one()
+    engine.advance("20 s")
+    names = ["idle_in_transaction_session_timeout", "statement_timeout"]
+    if engine.value("select current_setting('server_version_num')::int") >= 170000:
+        names.append("transaction_timeout")
+    for name in names[:2]:
+        if own:
+            engine.rows(f"set local {name} = '{own}'")
+    engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
+    found = {name: engine.value("select current_setting(%s)", name) for name in names}
+    short = {None: "40s", "1 h": "40s", "2 s": "2s"}[own]
+    assert found == dict.fromkeys(names[:2], short) | dict.fromkeys(names[2:], "40s")

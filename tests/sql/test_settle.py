@@ -1,10 +1,12 @@
 """settle_finished: counting what has finished, and ending runs, once."""
 
+from typing import Any
+
 import pytest
 from psycopg.types.json import Jsonb
 
 from tests.services.database import Database
-from tests.sql.helpers import Engine, failing, nothing, task
+from tests.sql.helpers import Engine, Failure, failing, nothing, task
 
 
 def test_a_finish_touches_nothing_but_its_own_row(engine: Engine) -> None:
@@ -115,9 +117,96 @@ def test_asking_for_what_is_not_there(engine: Engine, function: str, arguments: 
         engine.call(function, *(run_id if each == "run" else each for each in arguments))
 
 
+# Results that are too much for one answer
+
+
+def test_outputs_that_are_too_much_together_are_left_out(engine: Engine) -> None:
+    """A client has to learn how its run ended, whatever it made."""
+    run_id = engine.start(task("a"), task("b"), task("c"))
+    engine.call("set_limit", "max_claim_bytes", 1_048_576)
+
+    def behave(claim: Any) -> Any:
+        if claim.task == "c":
+            raise Failure("no")
+        return "x" * 600_000
+
+    engine.drive(behave)
+    row = engine.row("select * from flowforge.run_result(%s)", run_id)
+    assert (row.state, row.outputs, row.errors) == ("failed", None, {"c": "no"})
+    assert len(engine.call("task_output", run_id, "a")) == 600_000
+    engine.call("set_limit", "max_claim_bytes", 2_000_000)
+    assert engine.row("select * from flowforge.run_result(%s)", run_id).outputs.keys() == {"a", "b"}
+
+
+# Damage in one run
+
+
+@pytest.mark.parametrize(
+    "function", ["settle_finished", "cancel_leftovers", "expand_map", "reap_expired_leases"]
+)
+def test_what_cannot_be_moved_holds_up_nothing_else(engine: Engine, function: str) -> None:
+    """Asked to take it one by one, the function warns of what raises and does the rest."""
+    engine.define(task("a", lease=10), task("b", "a"), task("list"), task("m", map="list"))
+    runs = [engine.trigger() for _ in range(3)]
+    engine.schedule()
+    for claim in engine.claim_next():
+        if claim.task == "list":
+            query = "select flowforge.finish_task_run(%s, %s, 'succeeded', '[1]')"
+            engine.rows(query, claim.task_run_id, claim.fencing_token)
+        elif function == "settle_finished":
+            engine.finish(claim)
+    if function == "expand_map":
+        engine.call("settle_finished")
+    elif function == "cancel_leftovers":
+        asked = "cancel_requested_at = flowforge._clock(), cancel_sweep_at = flowforge._clock()"
+        engine.rows(f"update flowforge.run set {asked}")
+    engine.advance("11 s")
+    engine.rows("update flowforge.scheduler set reaper_ticked_at = flowforge._clock()")
+    # Something of the first run that the database will not do.
+    engine.sound = False
+    engine.rows(
+        """create function public.refuse() returns trigger language plpgsql as
+            'begin raise exception ''damaged''; end'"""
+    )
+    engine.rows(
+        f"""create trigger refuse before update or insert on flowforge.task_run for each row
+            when (new.run_id = {runs[0]}) execute function public.refuse()"""
+    )
+    with engine.refuses("P0001"):
+        engine.call(function)
+    assert engine.call(function, one_by_one=True) > 0
+    if function == "expand_map":
+        assert engine.value("select count(distinct run_id) from flowforge.task_run where map_index = 0") == 2
+    elif function == "settle_finished":
+        done = "select distinct run_id from flowforge.task_run where stage = 'settled' order by 1"
+        assert [row.run_id for row in engine.rows(done)] == runs[1:]
+    elif function == "cancel_leftovers":
+        done = "select distinct run_id from flowforge.task_run where state = 'cancelled' order by 1"
+        assert [row.run_id for row in engine.rows(done)] == runs[1:]
+    else:
+        done = "select run_id from flowforge.task_run where reaps = 1 order by 1"
+        assert [row.run_id for row in engine.rows(done)] == runs[1:]
+
+
+def test_a_wide_run_does_not_hold_up_the_hops_of_others(engine: Engine) -> None:
+    engine.define(*(task(f"t{i}") for i in range(1500)), name="wide")
+    engine.trigger("wide")
+    engine.call("configure_queue", "default", window_size=10_000)
+    engine.define(task("a"), task("b", "a"))
+    narrow = engine.trigger()
+    engine.schedule()
+    while engine.work():
+        pass
+    assert engine.call("settle_finished", 1000) == 501
+    assert engine.task_run(narrow, "b").stage == "eligible"
+
+
 # Isolation: what locks and then reads needs to see what was committed meanwhile.
 
-NEEDS_READ_COMMITTED = {"settle_finished", "expand_map", "cancel_run", "cancel_leftovers", "retry_run"}
+NEEDS_READ_COMMITTED = {
+    *("settle_finished", "expand_map", "cancel_run", "cancel_leftovers", "retry_run"),
+    *("fail_undeliverable", "sweep_outbox"),
+}
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])

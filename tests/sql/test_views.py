@@ -172,7 +172,7 @@ def test_queue_status(engine: Engine) -> None:
     row = engine.row("select * from flowforge.queue_status")
     assert (row.queue, row.window_size, row.dispatched, row.eligible, row.capacity) == ("q", 1, 1, 2, 3)
     assert row.oldest_eligible_age.total_seconds() == row.oldest_dispatched_age.total_seconds() == 10
-    engine.call("configure_queue", "q")
+    engine.call("configure_queue", "q", window_size=0)
     assert engine.value("select window_size from flowforge.queue_status") == 100
     engine.call("announce_worker", "w2", ["q"], 100)
     assert engine.value("select window_size from flowforge.queue_status") == 412

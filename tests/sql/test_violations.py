@@ -73,7 +73,6 @@ NAMED = "from flowforge.task t where t.task_id = tr.task_id and t.name ="
             {"G1 judgement", "G2 unsettled"},
         ),
         (f"{RUN} unsettled = unsettled + 1", {"G2 unsettled"}),
-        (f"{RUN} unsettled = 0", {"G2 unsettled"}),
         (f"{RUN} unsettled = 0, state = 'succeeded', finished_at = now()", {"G2 ended run"}),
         (f"{TASK_RUN} fencing_token = 0 where state = 'running'", {"G3 lease"}),
         ("delete from flowforge.outbox", set()),  # it is armed again in time
