@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -234,15 +235,24 @@ def test_demo_as_json(tree: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_told_to_end_it_ends_with_all_it_started(how: signal.Signals) -> None:
-    """Sent to the whole group, as a terminal does, while the census of the standard library goes on; and to
-    a demo that a script has started in the background, where its shell has SIGINT ignored."""
+def test_told_to_end_it_ends_with_all_it_started(how: signal.Signals, tmp_path: Path) -> None:
+    """Sent to the whole group, as a terminal does, while the census goes on; and to a demo that a script has
+    started in the background, where its shell has SIGINT ignored."""
+    # More than any machine counts before the signal comes.
+    module = shutil.copy(Path(sysconfig.get_path("stdlib")) / "argparse.py", tmp_path)
+    for number in range(2000):
+        package = tmp_path / "source" / f"package{number}"
+        package.mkdir(parents=True)
+        (package / "module.py").hardlink_to(module)
     with tempfile.TemporaryDirectory(prefix="ff-") as place:
         Path(place).chmod(0o711)  # the server's user must pass through it
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "flowforge", "demo", "--output", f"{place}/new"],
+                [
+                    *(sys.executable, "-m", "flowforge", "demo"),
+                    *("--source", str(tmp_path / "source"), "--output", f"{place}/new"),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
