@@ -199,6 +199,11 @@ def _lock_timeout(seconds: float) -> bytes:
     return b"set local lock_timeout = %d" % round(seconds * 1000)
 
 
+MOST_JSON = 67_108_864
+"""Characters of the largest JSON text that any limit of the database admits. One of over a gigabyte would not
+even be answered, but end its connection."""
+
+
 def json_text(value: Any) -> str:
     """`value` as JSON text that PostgreSQL can keep; any Mapping is an object.
 
@@ -225,6 +230,8 @@ def _json_text(value: Any) -> str:
         raise NotStorable(f"not storable: {exc}") from None
     except RecursionError:
         raise NotStorable("not storable: nested too deeply") from None
+    if len(text) > MOST_JSON:
+        raise NotStorable(f"not storable: {len(text)} characters of JSON; at most {MOST_JSON} are allowed")
     # The expression takes long on a large text; what it looks for is hardly ever there.
     if "\\u0000" in text and re.search(r"(?<!\\)(?:\\\\)*\\u0000", text):
         raise NotStorable("not storable: text with the character U+0000")

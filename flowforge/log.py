@@ -49,6 +49,8 @@ class Log:
         self._write(logging.ERROR, event, keys, exc_info=True)
 
     def _write(self, level: int, event: str, keys: dict[str, Any], exc_info: bool = False) -> None:
+        # A program's own logging.config may have turned off what it did not know.
+        self._logger.disabled = False
         # A closed standard error, or a program's own handler that raises, must not end a thread of a daemon.
         with suppress(Exception):
             if self._logger.isEnabledFor(level):

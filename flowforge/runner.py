@@ -127,7 +127,7 @@ class Health:
 
     def __init__(self, daemon: str, path: str | os.PathLike[str] | None = None) -> None:
         self._lock = threading.Lock()
-        self._path = Path(path) if path else None
+        self._path = Path(path).absolute() if path else None  # a handler may change the directory
         self._written_at = float("-inf")  # by time.monotonic(): nobody sets that clock
         self._state: dict[str, Any] = {
             "daemon": daemon,

@@ -49,6 +49,15 @@ class Parts(NamedTuple):
     on_crash: Callable[[str], None]
 
 
+_MOST_TOO_MUCH = 2
+"""How often a claim of several is asked for whose answer seems to be too much."""
+
+
+class TooMuch(psycopg.OperationalError):
+    """The answer to a claim of several does not arrive, in time or in memory. If the database made it after
+    all, their leases run out."""
+
+
 class Sent(NamedTuple):
     """When a claiming call was sent, by time.monotonic(): for the first time that may have reached the
     database, and the time that was answered."""
@@ -123,13 +132,13 @@ class Claimer(ABC):
             return 0
         return self.parts.executor.reserve(most, timeout)
 
-    def _claim(self, query: str, *arguments: Any) -> tuple[list[Answer], Sent]:
-        """Ask until answered, each time for the very same; also when that was.
+    def _claim(self, most: int, query: str, *arguments: Any) -> tuple[list[Answer], Sent]:
+        """Ask for up to `most` until answered, each time for the very same; also when that was.
 
-        Raises psycopg.Error for a definite refusal of all that was sent, so that nothing is claimed, and
-        Unanswered when told to end.
+        Raises psycopg.Error for a definite refusal of all that was sent, so that nothing is claimed, TooMuch
+        when fewer should be asked for, and Unanswered when told to end.
         """
-        first = None
+        first, too_much = None, 0
         while True:
             last = time.monotonic()
             try:
@@ -138,6 +147,9 @@ class Claimer(ABC):
                 unanswered = exc
                 if exc.sent and first is None:
                     first = last
+                too_much += exc.too_much
+                if too_much == _MOST_TOO_MUCH and most > 1:
+                    raise TooMuch(str(exc)) from exc
             except psycopg.Error as exc:
                 if first is None:
                     raise
@@ -196,7 +208,7 @@ class QueueClaimer(Claimer):
             return
         try:
             found, sent = self._claim(
-                CLAIM_NEXT, list(config.queues), self.parts.worker, uuid4(), config.lease, slots
+                slots, CLAIM_NEXT, list(config.queues), self.parts.worker, uuid4(), config.lease, slots
             )
         except (psycopg.Error, Unanswered) as exc:
             self.parts.executor.give_back(slots)
@@ -214,6 +226,10 @@ class QueueClaimer(Claimer):
 
     def _refused(self, exc: psycopg.Error, slots: int) -> None:
         """Try again: at once with a single one, when more may be the reason, else later."""
+        if isinstance(exc, TooMuch):
+            _log.warning("no answer to a claim; trying a single one", error=first_line(exc), count=slots)
+            self._most = 1
+            return
         if db.is_transient(exc):
             _log.warning("claim refused; trying again", error=first_line(exc))
         elif slots > 1:

@@ -312,8 +312,8 @@ class Context:
 
 
 class UnfinishedTransaction(PermanentError, RuntimeError):
-    """The block of a transaction ended without `finish`: the handler has a mistake that no further attempt
-    mends."""
+    """The block of a transaction ended without `finish`, or ended the transaction itself: the handler has a
+    mistake that no further attempt mends."""
 
 
 class Transaction:
@@ -365,7 +365,10 @@ class Transaction:
             raise
         if answer != ("accepted",):
             # In another transaction it would make a success of side effects that may not be there.
-            raise RuntimeError("the handler has ended the transaction of ctx.transaction() inside its block")
+            # Nor would another attempt mend it, only do them again.
+            raise UnfinishedTransaction(
+                "the handler has ended the transaction of ctx.transaction() inside its block"
+            )
 
 
 def _loss(connection: db.Connection, exc: BaseException) -> BaseException | None:

@@ -16,10 +16,13 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import psycopg
 
 from flowforge import db, log, runner
 from flowforge.config import Config
@@ -30,6 +33,8 @@ from flowforge.errors import (
     ConfigError,
     DatabaseUnavailable,
     FlowForgeError,
+    first_line,
+    from_database,
 )
 from flowforge.worker.children import Children
 from flowforge.worker.claiming import Claimer, Parts, QueueClaimer
@@ -48,6 +53,9 @@ FUNCTIONS = (
     "announce_worker", "assert_lease", "claim_next", "claim_task_runs", "finish_task_run", "finish_task_runs",
     "release_task_run", "renew_leases", "report_progress",
 )  # fmt: skip
+
+LAST_MOMENT = 3.0
+"""Seconds that threads get to end which are none of a handler's that still runs."""
 
 COUNTS_INTERVAL = 60.0
 """Seconds between two log lines with what was done."""
@@ -88,15 +96,28 @@ def run(
             worker = Worker(handlers, config, own, health, sources=sources, alone=True)
             code = worker.run()
         if worker.left_behind:
-            # Threads of handlers that did not stop would hold up the interpreter's own end; everything is
-            # settled.
-            logging.shutdown()
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(ValueError, OSError):  # a handler may have closed it
-                    stream.flush()
-            os._exit(code)
+            # Threads of handlers that did not stop would hold up the interpreter's own end.
+            _end_now(code)
+        _end_in_any_case(code)
         return code
     return Worker(handlers, config, stop, health, sources=sources).run()
+
+
+def _end_in_any_case(code: int) -> None:
+    """End the process in a moment, whatever threads handlers have left that it would wait for."""
+    others = (each for each in threading.enumerate() if each is not threading.main_thread())
+    if any(not each.daemon for each in others):
+        watch = threading.Timer(LAST_MOMENT, _end_now, [code])
+        watch.daemon = True
+        watch.start()
+
+
+def _end_now(code: int) -> None:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # a handler may have closed it
+            stream.flush()
+    os._exit(code)
 
 
 def _children(
@@ -188,6 +209,8 @@ class Worker:
                 self._messages.channel.close()
             return runner.exit_code(exc)
         self._watch()
+        if not self._stop.requested:
+            self._break_down("what wakes the worker is gone; a handler may have closed its descriptors")
         self._shut_down()
         _log.info("stopped", **self._totals())
         if self._broken is not None:
@@ -200,12 +223,13 @@ class Worker:
         return runner.EXIT_FORCED if self._stop.immediate else runner.EXIT_OK
 
     def _break_down(self, reason: str) -> None:
-        if self._broken is None and not self._stop.requested:
+        if self._broken is None:
             self._broken = reason
             _log.error(reason)
-            # One request to stop would give the remaining handlers their grace time; they have it only with
-            # all parts alive.
-            self._stop.request()
+            if not self._stop.requested:
+                # One request to stop would give the remaining handlers their grace time; they have it only
+                # with all parts alive.
+                self._stop.request()
 
     def _check(self) -> None:
         """Wait for the database, then check schema and privileges. Raises FlowForgeError for what will not
@@ -213,14 +237,21 @@ class Worker:
         backoff = db.Backoff()
         while not self._stop.requested:
             try:
-                conn = runner.connect(self._config, "worker")
+                conn = runner.connect(self._config, "worker", self._stop)
             except DatabaseUnavailable as exc:
                 if self.health.report("no database", str(exc)):
                     _log.warning("no database; waiting for it", error=str(exc))
                 self._stop.wait(backoff.next())
                 continue
-            with conn:
-                runner.check_start(conn, FUNCTIONS, ROLE)
+            try:
+                with conn:
+                    runner.check_start(conn, FUNCTIONS, ROLE)
+            except psycopg.Error as exc:
+                if not db.is_transient(exc):
+                    raise from_database(exc) from exc
+                _log.warning("the database was lost at the start; trying again", error=first_line(exc))
+                self._stop.wait(backoff.next())
+                continue
             return
 
     def _start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import os
 import queue
@@ -26,6 +27,7 @@ from flowforge.worker.execution import (
 )
 from flowforge.worker.failures import Failures
 from flowforge.worker.loops import HandlerLoop
+from flowforge.worker.pool import HandlerPool, current
 
 _log = log.of("worker")
 
@@ -35,6 +37,8 @@ STOP_MOMENT = 2.0
 LOST_MOMENT = 10.0
 """The same for one that has lost its lease. It is longer since an outage of the database strikes all handlers
 at once, and without slots a worker ends."""
+
+_EXHAUSTED = "every slot is lost to a handler that does not stop"
 
 KILL_MOMENT = 5.0
 """Seconds that the ends of killed processes are waited for."""
@@ -54,7 +58,8 @@ class Executor:
 
     A slot is reserved before its task run is claimed, and free again when the handler has ended. A handler
     that does not stop at its time limit, or when its lease is lost, takes its slot with it, until it ends
-    after all: a thread can be told to stop, and not be made to. `on_broken` is told when no slot is left, or
+    after all: a thread can be told to stop, and not be made to. The same goes for what it has handed to a
+    thread by asyncio.to_thread. `on_broken` is told when no slot is left, or
     when one of the threads dies. One that runs in a process of its own (`children`) is killed instead, and
     keeps its slot.
 
@@ -97,6 +102,8 @@ class Executor:
         self._looks_at = float("inf")
         self._stopping = False
         self._closed = False
+        self._pool = HandlerPool(2 * slots + 32, self._threads_ended)
+        self._left_threads: set[Execution] = set()  # ended, but for threads that they have left
         self._pid = os.getpid()
 
     def knows(self, handler: str) -> bool:
@@ -196,6 +203,7 @@ class Executor:
         for thread in (*self._threads, *loops.values(), self._watch):
             if thread is not None:
                 thread.join(0 if self._lost else 5)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._failures.flush()
 
     # -- in the threads
@@ -213,7 +221,8 @@ class Executor:
         try:
             begun = execution.begin()
             if begun:
-                returned = handler(self._context(execution))
+                # In a context of its own: what a handler sets there is not for the next one on this thread.
+                returned = contextvars.copy_context().run(handler, self._context(execution))
                 if inspect.iscoroutine(returned):
                     # A function that is async without looking like it, such as a wrapped one.
                     returned = asyncio.run(awaited(execution, returned))
@@ -233,7 +242,7 @@ class Executor:
     def _submit(self, coroutines: Iterable[tuple[Execution, Handler]]) -> None:
         """On the present event loop; the caller holds the lock, and so nobody sets it aside meanwhile."""
         if (loop := self._loop) is None:
-            loop = self._loop = HandlerLoop(self._run_coroutine)
+            loop = self._loop = HandlerLoop(self._run_coroutine, self._pool)
             self._loops[loop] = self._thread(lambda: self._run_loop(loop), "flowforge-handlers")
         loop.submit(coroutines)
 
@@ -251,6 +260,7 @@ class Executor:
         begun, returned, raised = False, None, None
         try:
             begun = execution.begin()
+            current.set(execution)
             if begun:
                 returned = await awaited(execution, handler(self._context(execution)))
         except BaseException as exc:  # noqa: BLE001 -- neither cancellation nor SystemExit may reach the loop
@@ -275,7 +285,22 @@ class Executor:
             with self._changed:
                 self._running.discard(execution)
                 self._in_threads -= in_thread
-                self._lost -= not in_time
+                if self._pool.busy(execution):
+                    self._left_threads.add(execution)
+                    self._lost += in_time
+                else:
+                    self._lost -= not in_time
+                    self._free += 1
+                self._changed.notify_all()
+            if self.exhausted:
+                self._on_broken(_EXHAUSTED)
+
+    def _threads_ended(self, execution: Execution) -> None:
+        """The threads have ended that a handler had left: now its slot is free."""
+        with self._changed:
+            if execution in self._left_threads and not self._pool.busy(execution):
+                self._left_threads.discard(execution)
+                self._lost -= 1
                 self._free += 1
                 self._changed.notify_all()
 
@@ -351,7 +376,7 @@ class Executor:
         self._report(execution, report)
         self._failures.tell(execution, report)
         if self.exhausted:
-            self._on_broken("every slot is lost to a handler that does not stop")
+            self._on_broken(_EXHAUSTED)
 
     # -- event loops that do not run
 

@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -25,13 +26,14 @@ Start = Callable[["HandlerLoop", Execution, Any], Coroutine[Any, Any, None]]
 class HandlerLoop:
     """An event loop, to be `run` by a thread of its own. Everything but `run` is for any thread."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, pool: ThreadPoolExecutor) -> None:
         """`start(loop, execution, handler)` makes the coroutine of one execution, which calls `begin` first
-        and `left` last."""
+        and `left` last; `pool` runs what handlers hand to threads."""
         self.missed = 0
         """How many times in a row it was asked in vain."""
         self._start = start
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(pool)
         self._lock = threading.Lock()  # of these two
         self._waiting: dict[Execution, Any] = {}
         self._begun: set[Execution] = set()

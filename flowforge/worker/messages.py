@@ -125,7 +125,13 @@ class MessageClaimer(Claimer):
         try:
             crash_point("worker:before-claim-commit")
             found, sent = self._claim(
-                CLAIM_TASK_RUNS, ids, dispatches, self.parts.worker, uuid4(), self.parts.config.lease
+                len(batch),
+                CLAIM_TASK_RUNS,
+                ids,
+                dispatches,
+                self.parts.worker,
+                uuid4(),
+                self.parts.config.lease,
             )
         except psycopg.Error as exc:
             return self._one_by_one(batch) if len(batch) > 1 else self._refused(batch[0], exc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ CALL_LIMIT = 60.0
 
 class Unanswered(Exception):
     """No answer: the connection was lost or could not be made. Whether the statement took effect is not
-    known, unless it was not even `sent`."""
+    known, unless it was not even `sent`. `too_much`: the answer may be the reason, since it took all the time
+    there is, or more memory."""
 
-    def __init__(self, message: str, *, sent: bool) -> None:
+    def __init__(self, message: str, *, sent: bool, too_much: bool = False) -> None:
         super().__init__(message)
-        self.sent = sent
+        self.sent, self.too_much = sent, too_much
 
 
 class Session:
@@ -67,22 +69,26 @@ class Session:
 
         Raises Unanswered, or psycopg.Error for a definite refusal, which changed nothing.
         """
+        begun = time.monotonic()
         try:
             conn = self._connected(limit)
+            begun = time.monotonic()
             with db.guard(conn, limit) as self._shorten:
                 rows = db.call(conn, query, params, lock_timeout=lock_timeout or self._config.lock_timeout)
-        except (psycopg.Error, OSError) as exc:
+        except (psycopg.Error, OSError, MemoryError) as exc:
             if not self._is_lost(exc):
                 self._answered()
                 raise
             sent = self._conn is not None
+            no_memory = isinstance(exc, MemoryError) or "out of memory" in str(exc)
+            too_much = sent and (no_memory or time.monotonic() - begun >= limit)
             self.close()
             if self.lost_since_answer == 0:
                 _log.warning(
                     "database connection lost; trying again", connection=self.purpose, error=first_line(exc)
                 )
             self.lost_since_answer += 1
-            raise Unanswered(first_line(exc), sent=sent) from exc
+            raise Unanswered(first_line(exc), sent=sent, too_much=too_much) from exc
         self._answered()
         self._backoff.reset()
         self.refused = False

@@ -10,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from flowforge import db as database
 from flowforge import listen
 from flowforge.worker import claiming
-from flowforge.worker.session import Session
+from flowforge.worker.session import Session, Unanswered
 from tests.python.workbench import Bench, LossyProxy, Witness
 from tests.services.process import wait_until
 
@@ -119,3 +119,46 @@ def test_a_worker_that_cannot_try_to_listen_polls_and_tries_again(
         claimer: Any = worker.worker._claimer
         wait_until(lambda: claimer._hears is True, "another try")
         assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+
+
+def test_an_answer_that_does_not_arrive_is_asked_for_in_parts(
+    any_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What several tasks are given together may take longer than a call may, or more memory than there is."""
+    bench, real = any_bench, Session.call
+    asked: list[int] = []
+
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        if "claim_" in query:
+            asked.append(params[-1] if isinstance(params[-1], int) else len(params[0]))
+            if asked[-1] > 1:
+                raise Unanswered("out of memory for query result", sent=True, too_much=True)
+        return real(self, query, params, **options)
+
+    monkeypatch.setattr(Session, "call", call)
+    witness = Witness()
+    bench.define(witness.workflow)
+    runs = bench.trigger_many(witness.workflow, 5)
+    with bench.worker(witness.workflow, concurrency=4):
+        assert bench.wait_run(*runs) == ["succeeded"] * 5
+    assert len(witness.executions) == 5
+    assert max(asked) > 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), psycopg.OperationalError("out of memory for query result")])
+def test_memory_that_runs_out_breaks_no_thread(bench: Bench, error: Exception) -> None:
+    """The connection is given up, and the caller told that the answer may have been too much."""
+    session = Session(bench.config, "test")
+    assert session.call("select 1", []) == [(1,)]
+    connection: Any = session.connection
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    connection.execute = fail
+    connection.cursor = fail
+    with pytest.raises(Unanswered) as caught:
+        session.call("select 1", [])
+    assert (caught.value.sent, caught.value.too_much) == (True, True)
+    assert session.call("select 2", []) == [(2,)]
+    session.close()

@@ -31,6 +31,7 @@ class Process:
             "FLOWFORGE_AMQP_URL": ",".join(bench.config.amqp_urls),
             "FLOWFORGE_NAMESPACE": bench.config.namespace,
             "FLOWFORGE_POLL_INTERVAL": "0.2",
+            "FLOWFORGE_TEST_CRASHES": "1",
             **{f"FLOWFORGE_{name.upper()}": str(value) for name, value in settings.items()},
         }
         self._process = subprocess.Popen(
@@ -226,3 +227,33 @@ def test_a_worker_without_slots_left_gives_up(bench: Bench, start: Callable[...,
     assert process.wait() == runner.EXIT_NO_SLOTS
     assert bench.wait_run(*runs) == ["failed", "failed"]
     assert bench.task(runs[0], "stuck")["error"] == "time limit of 0.5 s exceeded"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_threads_that_a_handler_has_left_do_not_keep_the_process(
+    bench: Bench, start: Callable[..., Process], signals: int
+) -> None:
+    """Neither those of asyncio.to_thread nor its own, which the interpreter would wait for."""
+    trace_table(bench)
+    workflow = define_only(bench, "leaves_a_thread")
+    run = bench.trigger(workflow)
+    process = start(bench, grace=1)
+    wait_until(lambda: traced(bench, "begun") == 1, "the handler")
+    process.signal(signal.SIGTERM)
+    if signals == 2:
+        process.wait_event(WAITING)
+        process.signal(signal.SIGTERM)
+    assert process.wait() == (runner.EXIT_OK if signals == 1 else runner.EXIT_FORCED)
+    assert bench.task(run, "leaves_a_thread")["state"] == "ready"
+
+
+def test_a_worker_whose_descriptors_are_gone_says_so_and_fails(
+    bench: Bench, start: Callable[..., Process]
+) -> None:
+    """Nobody has asked it to stop, so it must be started again."""
+    trace_table(bench)
+    workflow = define_only(bench, "closes_everything")
+    bench.trigger(workflow)
+    process = start(bench, grace=1)
+    assert process.wait() == runner.EXIT_ERROR
+    assert any(line.get("level") == "error" for line in process.log)

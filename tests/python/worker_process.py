@@ -5,8 +5,10 @@ Its handlers write what they do into the table public.trace of the test's databa
 """
 
 import asyncio
+import logging.config
 import os
 import sys
+import threading
 import time
 
 import psycopg
@@ -60,6 +62,20 @@ async def gentle(ctx: Context) -> None:
     await asyncio.Event().wait()
 
 
+@workflow.task
+async def leaves_a_thread(ctx: Context) -> None:
+    """Ends when it is cancelled, and leaves two threads that do not."""
+    threading.Thread(target=time.sleep, args=(3600,), daemon=False).start()
+    trace(ctx, "begun")
+    await asyncio.to_thread(time.sleep, 3600)
+
+
+@workflow.task
+def closes_everything(ctx: Context) -> None:
+    trace(ctx, "begun")
+    os.closerange(3, 500)
+
+
 @workflow.task(time_limit=0.5)
 def stuck(ctx: Context) -> None:
     """Blocked in C for longer than any test."""
@@ -70,6 +86,8 @@ def stuck(ctx: Context) -> None:
 def main() -> int:
     config = Config.from_environment()
     log.configure("json", config.log_level)
+    # As a program's own configuration does unless told otherwise: what it does not know is turned off.
+    logging.config.dictConfig({"version": 1})
     return daemon.run(daemon.handlers_of([workflow]), config)
 
 

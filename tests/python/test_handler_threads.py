@@ -1,0 +1,99 @@
+"""What handlers leave behind in threads and contexts is accounted for, and is nobody else's."""
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flowforge.worker.execution import Finish, StopReason
+from tests.python.test_execution import Slots
+from tests.python.workbench import Gate
+from tests.services.process import wait_until
+
+tenant: contextvars.ContextVar[str | None] = contextvars.ContextVar("tenant", default=None)
+
+
+@pytest.fixture
+def slots() -> Iterator[Callable[..., Slots]]:
+    made: list[Slots] = []
+
+    def make(count: int, **handlers: Callable[[Any], Any]) -> Slots:
+        made.append(Slots(count, **handlers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.executor.close()
+
+
+def test_a_context_variable_is_not_for_the_next_handler(slots: Callable[..., Slots]) -> None:
+    """A tenant or a trace of one run must not show in another's."""
+
+    def thread(_ctx: Any) -> str | None:
+        before = tenant.get()
+        tenant.set("A")
+        return before
+
+    async def coroutine(ctx: Any) -> str | None:
+        return thread(ctx)
+
+    bench = slots(1, thread=thread, coroutine=coroutine)
+    for handler in ("thread", "coroutine") * 2:
+        assert bench.run(handler) == Finish("succeeded")
+        wait_until(lambda: bench.free() == 1, "a free slot")
+
+
+def test_every_slot_can_hand_its_work_to_a_thread(slots: Callable[..., Slots]) -> None:
+    """Not only as many as asyncio would have threads on a machine with few processors."""
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> None:
+        await asyncio.gather(asyncio.to_thread(gate.wait), asyncio.to_thread(gate.wait))
+
+    bench = slots(40, coroutine=coroutine)
+    started = [bench.start("coroutine") for _ in range(40)]
+    gate.await_arrivals(80)
+    gate.open()
+    assert {bench.report(each) for each in started} == {Finish("succeeded")}
+    wait_until(lambda: bench.free() == 40, "free slots")
+
+
+def test_a_thread_that_outlives_its_handler_keeps_its_slot(slots: Callable[..., Slots]) -> None:
+    """The coroutine is cancelled at its time limit, its thread cannot be: it counts until it ends."""
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> None:
+        await asyncio.to_thread(gate.wait)
+
+    bench = slots(2, coroutine=coroutine)
+    execution = bench.start("coroutine", time_limit=1000)
+    gate.await_arrivals()
+    bench.run_out(execution)
+    assert bench.report(execution) == Finish("failed", error="time limit of 1000 s exceeded")
+    wait_until(lambda: bench.executor.lost == 1, "the loss of the slot")
+    assert (bench.free(), bench.broken) == (1, [])
+    gate.open()
+    wait_until(lambda: (bench.executor.lost, bench.free()) == (0, 2), "the slot")
+
+
+def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., Slots]) -> None:
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> None:
+        await asyncio.to_thread(gate.wait)
+
+    bench = slots(2, coroutine=coroutine)
+    started = [bench.start("coroutine") for _ in range(2)]
+    gate.await_arrivals(2)
+    for execution in started:
+        execution.stop(StopReason.SHUTDOWN)
+        bench.report(execution)
+    wait_until(lambda: bool(bench.broken), "the end")
+    assert (bench.executor.exhausted, bench.broken[0]) == (
+        True,
+        "every slot is lost to a handler that does not stop",
+    )
+    gate.open()
+    wait_until(lambda: bench.executor.lost == 0, "the threads' end")
