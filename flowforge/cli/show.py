@@ -42,10 +42,18 @@ _REPEATED = """
 @click.command()
 @run_argument
 @click.option("--elements", is_flag=True, help="List every element of maps, not only the failed ones.")
+@click.option("--input", "with_input", is_flag=True, help="Print only the run's input, as JSON.")
 @click.option("--output", "task", metavar="TASK", help="Print only this task's output, as JSON.")
 @database_option
 @json_option
-def show(run_id: int, elements: bool, task: str | None, database_url: str | None, as_json: bool) -> None:
+def show(
+    run_id: int,
+    elements: bool,
+    with_input: bool,
+    task: str | None,
+    database_url: str | None,
+    as_json: bool,
+) -> None:
     """Show a run and its tasks.
 
     Their states, what each waits for, attempts, durations, workers and errors; of a map its own row, and the
@@ -55,7 +63,11 @@ def show(run_id: int, elements: bool, task: str | None, database_url: str | None
     Examples:
       flowforge show 12
       flowforge show 12 --output report > report.json
+      flowforge show 12 --input
     """
+    if with_input:
+        _print_input(database_url, run_id)
+        return
     if task is not None:
         _print_output(database_url, run_id, task)
         return
@@ -98,6 +110,15 @@ def show(run_id: int, elements: bool, task: str | None, database_url: str | None
         more = command(f"show {run_id} --elements")
         say(f"\n{counted(repeated['elements'], 'element')} {were} executed more than once; {more}")
     _print_errors(run_id, tasks, attempts)
+
+
+def _print_input(database_url: str | None, run_id: int) -> None:
+    with database(database_url) as connection:
+        query = "select input::text as input from flowforge.run_input where run_id = %s"
+        found = select(connection, query, [run_id])
+    if not found:
+        raise NotFound(f"there is no run {run_id}; see which there are: {command('runs')}")
+    print_json_text(found[0]["input"])
 
 
 def _print_output(database_url: str | None, run_id: int, task: str) -> None:

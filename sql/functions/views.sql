@@ -99,6 +99,12 @@ comment on column flowforge.run_status.skipped is 'Of these, skipped by their tr
 comment on column flowforge.run_status.workflow_id is 'The workflow; see workflow_status.';
 comment on column flowforge.run_status.unsuccessful is 'Whether it failed or was cancelled.';
 
+create or replace view flowforge.run_input as
+select r.run_id, r.input from flowforge.run r;
+comment on view flowforge.run_input is 'What each run was triggered with. Apart from its status, which is listed: it may be large.';
+comment on column flowforge.run_input.run_id is 'The run.';
+comment on column flowforge.run_input.input is 'Its input.';
+
 create or replace view flowforge.task_run_status as
 select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, tr.state::text as state,
     case

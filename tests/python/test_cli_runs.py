@@ -360,6 +360,12 @@ def test_show_output_is_the_bare_json(live: Shell) -> None:
     assert live("show", 1, "--output", "total").stdout == "30\n"
 
 
+def test_show_input_is_the_bare_json(shell: Shell) -> None:
+    shell("trigger", "orders", "-i", '{"day":  "\\u00e9", "n": 1.5}')
+    assert shell("show", 1, "--input").stdout == '{"n": 1.5, "day": "é"}\n'
+    assert "there is no run 2" in shell("show", 2, "--input", code=exits.EXIT_FAILED).stderr
+
+
 def test_show_output_of_what_did_not_succeed_is_an_error(db: Database) -> None:
     """An output that is null is one."""
     mixed = Workflow("mixed")

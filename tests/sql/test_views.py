@@ -15,6 +15,12 @@ def test_workflow_version_status(engine: Engine) -> None:
     assert [each["after"] for each in second.definition["tasks"]] == [[], ["a"]]
 
 
+def test_run_input(engine: Engine) -> None:
+    engine.define(task("a"))
+    engine.trigger(input=Jsonb([1]))
+    assert engine.row("select * from flowforge.run_input") == (1, [1])
+
+
 def test_run_status(engine: Engine) -> None:
     engine.define(task("a"), task("b", "a"), task("c"), task("d", "c"))
     run_id = engine.trigger(labels=Jsonb({"x": 1}), idempotency_key="k", priority=2)
