@@ -53,9 +53,13 @@ _MOST_TOO_MUCH = 2
 """How often a claim of several is asked for whose answer seems to be too much."""
 
 
+SINGLY_FOR = 600.0
+"""Seconds for which single ones are claimed then: if the database made such a claim after all, and it is not
+asked for again, its leases have to run out."""
+
+
 class TooMuch(psycopg.OperationalError):
-    """The answer to a claim of several does not arrive, in time or in memory. If the database made it after
-    all, their leases run out."""
+    """The answer to a claim of several does not arrive, in time or in memory."""
 
 
 class Sent(NamedTuple):
@@ -200,6 +204,7 @@ class QueueClaimer(Claimer):
         self._hears: bool | None = None  # not known
         self._try_again_at = float("inf")
         self._most = parts.config.concurrency  # to claim at once, less after a refusal
+        self._singly_until = 0.0
 
     def _turn(self) -> None:
         config = self.parts.config
@@ -215,7 +220,8 @@ class QueueClaimer(Claimer):
             if isinstance(exc, psycopg.Error):
                 self._refused(exc, slots)
             return
-        self._most = min(2 * self._most, config.concurrency)
+        if time.monotonic() >= self._singly_until:
+            self._most = min(2 * self._most, config.concurrency)
         self.parts.executor.give_back(slots - len(found))
         if found:
             self._forget_notifications()
@@ -228,7 +234,7 @@ class QueueClaimer(Claimer):
         """Try again: at once with a single one, when more may be the reason, else later."""
         if isinstance(exc, TooMuch):
             _log.warning("no answer to a claim; trying a single one", error=first_line(exc), count=slots)
-            self._most = 1
+            self._most, self._singly_until = 1, time.monotonic() + SINGLY_FOR
             return
         if db.is_transient(exc):
             _log.warning("claim refused; trying again", error=first_line(exc))

@@ -38,6 +38,7 @@ LOST_MOMENT = 10.0
 """The same for one that has lost its lease. It is longer since an outage of the database strikes all handlers
 at once, and without slots a worker ends."""
 
+_COUNTED = float("inf")
 _EXHAUSTED = "every slot is lost to a handler that does not stop"
 
 KILL_MOMENT = 5.0
@@ -103,7 +104,9 @@ class Executor:
         self._stopping = False
         self._closed = False
         self._pool = HandlerPool(2 * slots + 32, self._threads_ended)
-        self._left_threads: set[Execution] = set()  # ended, but for threads that they have left
+        # Ended, but for threads that they have left: until when these are waited for before their slot counts
+        # as lost; never again, once it does.
+        self._left_threads: dict[Execution, float] = {}
         self._pid = os.getpid()
 
     def knows(self, handler: str) -> bool:
@@ -203,7 +206,7 @@ class Executor:
         for thread in (*self._threads, *loops.values(), self._watch):
             if thread is not None:
                 thread.join(0 if self._lost else 5)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.end()
         self._failures.flush()
 
     # -- in the threads
@@ -286,23 +289,36 @@ class Executor:
                 self._running.discard(execution)
                 self._in_threads -= in_thread
                 if self._pool.busy(execution):
-                    self._left_threads.add(execution)
-                    self._lost += in_time
+                    moment = STOP_MOMENT if execution.stop_reason is StopReason.TIME_LIMIT else LOST_MOMENT
+                    until = time.monotonic() + moment if in_time else _COUNTED
+                    self._left_threads[execution] = until
                 else:
                     self._lost -= not in_time
                     self._free += 1
                 self._changed.notify_all()
-            if self.exhausted:
-                self._on_broken(_EXHAUSTED)
 
     def _threads_ended(self, execution: Execution) -> None:
         """The threads have ended that a handler had left: now its slot is free."""
         with self._changed:
             if execution in self._left_threads and not self._pool.busy(execution):
-                self._left_threads.discard(execution)
-                self._lost -= 1
+                self._lost -= self._left_threads.pop(execution) == _COUNTED
                 self._free += 1
                 self._changed.notify_all()
+
+    def _count_left_threads(self) -> None:
+        """Threads that have had their moment to end, and have not, take their slots with them."""
+        now = time.monotonic()
+        with self._changed:
+            late = [each for each, until in self._left_threads.items() if until <= now]
+            self._left_threads |= dict.fromkeys(late, _COUNTED)
+            self._lost += len(late)
+        for each in late:
+            _log.warning(
+                "a thread that the handler left does not end; going on without its slot",
+                task_run=each.claim.task_run_id, handler=each.claim.handler,
+            )  # fmt: skip
+        if late and self.exhausted:
+            self._on_broken(_EXHAUSTED)
 
     # -- time limits, and what does not stop
 
@@ -316,6 +332,7 @@ class Executor:
             if now >= beat_at:
                 beat_at = now + 1
                 self._look_at_loops()
+                self._count_left_threads()
                 self._failures.flush()
             for execution in running:
                 if execution.stop_reason is StopReason.LOST and not execution.overdue:

@@ -22,7 +22,7 @@ from flowforge.broker import ConsumeChannel, Delivery
 from flowforge.errors import first_line
 from flowforge.runner import crash_point
 from flowforge.worker.claim import CLAIM_TASK_RUNS
-from flowforge.worker.claiming import Claimer, Parts
+from flowforge.worker.claiming import Claimer, Parts, TooMuch
 from flowforge.worker.session import Unanswered
 
 _log = log.of("worker")
@@ -118,10 +118,11 @@ class MessageClaimer(Claimer):
         if self._aside:
             self._resume()
 
-    def _claim_batch(self, batch: list[_Message]) -> bool:
+    def _claim_batch(self, batch: list[_Message], claim_id: UUID | None = None) -> bool:
         """Claim `batch`, for which slots are reserved, and settle its messages. False: to no avail, and no
         other message would fare better."""
         ids, dispatches = [each.task_run_id for each in batch], [each.dispatch_id for each in batch]
+        claim_id = claim_id or uuid4()
         try:
             crash_point("worker:before-claim-commit")
             found, sent = self._claim(
@@ -130,9 +131,12 @@ class MessageClaimer(Claimer):
                 ids,
                 dispatches,
                 self.parts.worker,
-                uuid4(),
+                claim_id,
                 self.parts.config.lease,
             )
+        except TooMuch:
+            # What the first call may have claimed under this id is asked for again alone under the same.
+            return self._one_by_one(batch, claim_id)
         except psycopg.Error as exc:
             return self._one_by_one(batch) if len(batch) > 1 else self._refused(batch[0], exc)
         except Unanswered:
@@ -156,10 +160,11 @@ class MessageClaimer(Claimer):
             self._execute(won, sent)
         return True
 
-    def _one_by_one(self, batch: Sequence[_Message]) -> bool:
-        """After a definite error, so that nothing was claimed: who is to blame shows when each is alone."""
+    def _one_by_one(self, batch: Sequence[_Message], claim_id: UUID | None = None) -> bool:
+        """After a definite error, so that nothing was claimed: who is to blame shows when each is alone. With
+        `claim_id`, some may have been claimed under it."""
         for index, message in enumerate(batch):
-            if not self._claim_batch([message]):
+            if not self._claim_batch([message], claim_id):
                 self._return(batch[index + 1 :])
                 return False
         return True

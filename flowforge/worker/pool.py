@@ -44,6 +44,13 @@ class HandlerPool(ThreadPoolExecutor):
 
         return super().submit(run)
 
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing: an event loop does this to its default executor when it is closed, and others go on."""
+
+    def end(self) -> None:
+        """Begin nothing more. The threads that run go on until the process ends."""
+        super().shutdown(wait=False, cancel_futures=True)
+
     def busy(self, execution: Execution) -> bool:
         """Whether a thread of it runs."""
         with self._lock:

@@ -18,7 +18,7 @@ begin
     with taken as (
         update flowforge.task_run tr
         set state = 'running', stage = 'leased', fencing_token = tr.fencing_token + 1, claim_id = p_claim_id,
-            lease_owner = p_worker, last_owner = p_worker, started_at = v_now, redispatch_at = null, start_deadline = null,
+            lease_owner = p_worker, last_owner = p_worker, started_at = v_now, redispatch_at = null,
             (lease_length, lease_expires_at, deadline) = (
                 select coalesce(t.lease, p_lease), v_now + least(coalesce(t.lease, p_lease), t.time_limit), v_now + t.time_limit
                 from flowforge.task t where t.task_id = tr.task_id)

@@ -116,7 +116,6 @@ declare
     v_queue text;
     v_window bigint;
     v_in_window bigint;
-    v_unknown bigint[];
     v_reoffered bigint;
     v_ids bigint[];
     v_delay interval;
@@ -131,17 +130,13 @@ begin
     v_now := flowforge._clock();
     v_window := flowforge._window(p_queue_id);
     v_in_window := flowforge._in_window(p_queue_id);
-    -- What is to be offered again later does not fill the window, but as many as that is enough. Task runs whose handler no
-    -- worker has known for a minute hold up nothing else: they do not count, and when there are ten of one task, which will
-    -- tell, the others stay in line.
-    with counted as (
-        select tr.task_id, count(*) filter (where tr.unknown_handler_since < v_now - interval '1 minute') as unknown, count(*) as times
-        from flowforge.task_run tr where case when tr.stage = 'reoffered' then tr.queue_id end = p_queue_id group by tr.task_id
-    )
-    select coalesce(array_agg(c.task_id) filter (where c.unknown >= 10), '{}'), coalesce(sum(c.times - c.unknown), 0)
-    into v_unknown, v_reoffered from counted c;
+    -- What is to be offered again later does not fill the window, but as many as that is enough. What no worker knows how to
+    -- run, as it is after a mistaken or an early deploy, does not count for long: it must not hold up the rest.
+    select count(*) filter (where (w.unknown_handler_since < v_now - interval '5 s') is not true) into v_reoffered
+    from (select tr.unknown_handler_since from flowforge.task_run tr
+          where case when tr.stage = 'reoffered' then tr.queue_id end = p_queue_id limit 4 * v_window) w;
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.queue_id = p_queue_id and tr.stage = 'eligible' and tr.task_id <> all (v_unknown)
+        where tr.queue_id = p_queue_id and tr.stage = 'eligible'
         order by tr.priority desc, tr.task_run_id
         limit greatest(0, least(p_max_rows, v_window - v_in_window - greatest(0, v_reoffered - v_window)))
         for no key update skip locked);

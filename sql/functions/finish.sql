@@ -66,7 +66,8 @@ begin
             from (select v_states[flowforge._position(p_task_run_ids, tr.task_run_id)] as state,
                          v_delays[flowforge._position(p_task_run_ids, tr.task_run_id)] as delay) n),
         failures = tr.failures + 1, reaps = 0, redispatches = 0, error = p_errors[flowforge._position(p_task_run_ids, tr.task_run_id)],
-        claim_id = null, lease_owner = null, lease_expires_at = null, lease_length = null, deadline = null, unknown_handler_since = null
+        claim_id = null, lease_owner = null, lease_expires_at = null, lease_length = null, deadline = null, start_deadline = null,
+        unknown_handler_since = null
     where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running';
 end
 $$;
@@ -156,7 +157,7 @@ begin
                         select o.output, flowforge._bytes(o.output)
                         from (select coalesce(v_outputs[flowforge._position(v_succeeded, tr.task_run_id)], 'null') as output offset 0) o),
                     claim_id = null, lease_owner = null, lease_expires_at = null, lease_length = null, deadline = null,
-                    unknown_handler_since = null
+                    start_deadline = null, unknown_handler_since = null
                 where tr.task_run_id = any (v_succeeded) and tr.state = 'running'
                     and tr.fencing_token = finish_task_runs.fencing_tokens[v_positions[flowforge._position(v_ids, tr.task_run_id)]]
                 returning tr.task_run_id

@@ -138,6 +138,7 @@ declare
     v_before timestamptz;
     v_run_ids bigint[];
     v_task_run_ids bigint[];
+    v_left bigint := 50000;
 begin
     perform flowforge._check_count('max_runs', prune.max_runs);
     v_before := flowforge._clock() - flowforge._seconds('older_than', prune.older_than, 0, 3153600000);
@@ -145,12 +146,13 @@ begin
         where r.finished_at is not null and r.finished_at < v_before
         order by r.finished_at limit prune.max_runs for update skip locked);
     -- At least one, and no more than make up so many task runs: what one transaction deletes stays bounded.
-    v_run_ids := array(
-        select u.run_id from (
-            select u.run_id, u.pos, sum(n.task_runs) over (order by u.pos) as total
-            from unnest(v_run_ids) with ordinality u (run_id, pos)
-            cross join lateral (select count(*) as task_runs from flowforge.task_run tr where tr.run_id = u.run_id) n) u
-        where u.pos = 1 or u.total <= 50000);
+    for v_at in 1..cardinality(v_run_ids) loop
+        v_left := v_left - (select count(*) from (select from flowforge.task_run tr where tr.run_id = v_run_ids[v_at] limit v_left + 1) n);
+        if v_left <= 0 then
+            v_run_ids := v_run_ids[1:greatest(1, v_at - (v_left < 0)::int)];
+            exit;
+        end if;
+    end loop;
     if v_run_ids = '{}' then
         return 0;
     end if;

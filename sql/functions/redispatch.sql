@@ -64,13 +64,14 @@ begin
         coalesce(array_agg(u.queue_id) filter (where not flowforge._has_room(u.queue_id, v_now)), '{}')
     into v_served, v_full
     from (select distinct tr.queue_id from flowforge.task_run tr where tr.task_run_id = any (v_ids)) u;
-    -- Not lost: an order that is still to be published, or one published only lately, or while no worker has room for it.
+    -- Not lost: an order that is still to be published, or one published only lately; an hour while no worker has room.
     v_lost := array(
         select tr.task_run_id from flowforge.task_run tr
-        cross join lateral (select flowforge._unclaimed_delay(
-            flowforge._redispatch_delay(tr.queue_id), tr.redispatches, tr.queue_id = any (v_served)) as delay offset 0) n
+        cross join lateral (select greatest(
+            flowforge._unclaimed_delay(flowforge._redispatch_delay(tr.queue_id), tr.redispatches, tr.queue_id = any (v_served)),
+            case when tr.queue_id = any (v_full) then interval '1 hour' end) as delay offset 0) n
         where tr.task_run_id = any (v_ids) and tr.state = 'ready'
-            and not coalesce((select bool_or(coalesce(o.published_at + n.delay > v_now or tr.queue_id = any (v_full), true))
+            and not coalesce((select bool_or(coalesce(o.published_at + n.delay > v_now, true))
                               from flowforge.outbox o where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id), false)
         order by tr.task_run_id);
     update flowforge.task_run tr

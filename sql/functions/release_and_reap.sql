@@ -122,6 +122,7 @@ as $$
 declare
     v_now timestamptz;
     v_unknown_since timestamptz;
+    v_start_deadline timestamptz;
     v_state flowforge.task_run_state;
 begin
     if (release_task_run.reason in ('unstarted', 'shutdown', 'crashed', 'unknown_handler')) is not true then
@@ -131,7 +132,7 @@ begin
     if release_task_run.task_run_id is null or release_task_run.fencing_token is null then
         raise exception using errcode = 'WF001', message = 'release: task_run_id and fencing_token must not be null';
     end if;
-    select tr.unknown_handler_since into v_unknown_since from flowforge.task_run tr
+    select tr.unknown_handler_since, tr.start_deadline into v_unknown_since, v_start_deadline from flowforge.task_run tr
     where tr.task_run_id = release_task_run.task_run_id and tr.state = 'running' and tr.fencing_token = release_task_run.fencing_token
     for no key update;
     if not found then
@@ -155,10 +156,8 @@ begin
         else
             perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false,
                 array[least(interval '60 s', greatest(interval '1 s', (v_now - v_unknown_since) / 2 * (1 + random() / 4)))], v_now);
-            -- Nobody has begun it: the time that it may wait for its start goes on from its dispatch.
-            update flowforge.task_run tr
-            set unknown_handler_since = v_unknown_since,
-                start_deadline = tr.ready_at + (select t.start_within from flowforge.task t where t.task_id = tr.task_id)
+            -- Nobody has begun it: the time that it may wait for its start goes on.
+            update flowforge.task_run tr set unknown_handler_since = v_unknown_since, start_deadline = v_start_deadline
             where tr.task_run_id = release_task_run.task_run_id and tr.state = 'ready';
         end if;
     else
@@ -175,32 +174,36 @@ $$;
 comment on function flowforge.release_task_run(bigint, bigint, text) is
     'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (not counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
 
-create or replace function flowforge._tick_reaper(out v_gap_started_at timestamptz, out v_gap_ended_at timestamptz)
+create or replace function flowforge._tick_reaper(out v_gap_ended_at timestamptz, out v_previous_ended_at timestamptz)
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_now timestamptz;
     v_last record;
+    v_since interval;
+    v_is_gap boolean;
 begin
-    select s.reaper_ticked_at as at, s.reaper_period as period, s.gap_started_at, s.gap_ended_at
+    select s.reaper_ticked_at as at, s.reaper_period as period, s.gap_ended_at, s.previous_gap_ended_at
     into v_last from flowforge.scheduler s for no key update;
     v_now := flowforge._clock();
-    v_gap_started_at := v_last.gap_started_at;
-    v_gap_ended_at := v_last.gap_ended_at;
-    -- Schedulers that tick slowly, some of several too, make no gaps: what they are used to is forgotten slowly.
-    if v_now - v_last.at > greatest(interval '10 s', 3 * v_last.period) then
-        v_gap_started_at := v_last.at;
-        v_gap_ended_at := v_now;
+    v_since := greatest(v_now - v_last.at, '0');
+    v_is_gap := v_since > greatest(interval '10 s', 3 * v_last.period);
+    v_gap_ended_at := case when v_is_gap then v_now else v_last.gap_ended_at end;
+    v_previous_ended_at := case when v_is_gap then v_last.gap_ended_at else v_last.previous_gap_ended_at end;
+    -- Of a clock that was ahead for a while.
+    if v_gap_ended_at > v_now then
+        v_gap_ended_at := null;
     end if;
+    -- Schedulers that tick slowly, some of several too, make no gaps: what they are used to is forgotten slowly.
     update flowforge.scheduler s
-    set reaper_ticked_at = v_now, gap_started_at = v_gap_started_at, gap_ended_at = v_gap_ended_at,
-        reaper_period = least(greatest(coalesce(v_now - v_last.at, '0'), v_last.period * 0.9, '0'), '20 s')
+    set reaper_ticked_at = v_now, gap_ended_at = v_gap_ended_at, previous_gap_ended_at = v_previous_ended_at,
+        reaper_period = greatest(case when v_is_gap then '0' else v_since end, v_last.period * 0.9, '0')
     where s.one_row;
 end
 $$;
 comment on function flowforge._tick_reaper() is
-    'Stores a tick of the reaper and answers when the last gap in them began and ended. Holds the scheduler''s row: reapers come one at a time.';
+    'Stores a tick of the reaper and answers when the last gap in them ended, and the one before. Holds the scheduler''s row: reapers come one at a time.';
 
 create or replace function flowforge.reap_expired_leases(max_rows bigint default 500, one_by_one boolean default false) returns bigint
 language plpgsql volatile security definer
@@ -219,12 +222,13 @@ begin
     perform flowforge._check_count('max_rows', reap_expired_leases.max_rows);
     v_gap := flowforge._tick_reaper();
     v_now := flowforge._clock();
-    -- While nobody reaped, the database or the network may have been away, and workers could not renew: a lease that ran
-    -- out then has its own length anew, once (in the next gap it is one that had run out before), but not past its time
-    -- limit.
+    -- While nobody reaped, the database or the network may have been away, and workers could not renew: whoever held a
+    -- lease has its own length anew, once, but not past its time limit. What had run out by the end of the gap before has
+    -- had that.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.lease_expires_at <= v_now
-            and ((tr.lease_expires_at >= v_gap.v_gap_started_at and v_gap.v_gap_ended_at + tr.lease_length > v_now) is not true
+            and ((v_gap.v_gap_ended_at + tr.lease_length > v_now and (tr.lease_expires_at <= v_gap.v_previous_ended_at) is not true)
+                    is not true
                 or tr.deadline <= v_now)
         order by tr.lease_expires_at
         limit reap_expired_leases.max_rows for no key update skip locked);
@@ -247,7 +251,7 @@ begin
 end
 $$;
 comment on function flowforge.reap_expired_leases(bigint, boolean) is
-    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks every lease that ran out in it has its own length anew, from the first tick after the gap. one_by_one: after an error, so that what raises is warned of and holds up nothing else. Answers how many it took. Raises WF001.';
+    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks every lease has its own length anew, from the first tick after the gap, unless it had run out in a gap before. one_by_one: after an error, so that what raises is warned of and holds up nothing else. Answers how many it took. Raises WF001.';
 
 create or replace function flowforge._reap(p_task_run_ids bigint[], p_now timestamptz) returns bigint
 language plpgsql volatile

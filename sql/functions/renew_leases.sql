@@ -82,7 +82,7 @@ begin
     set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
     where tr.task_run_id = assert_lease.task_run_id and tr.state = 'running' and tr.fencing_token = assert_lease.fencing_token
         and (tr.deadline > v_now) is not false
-    returning ceil(1000 * extract(epoch from tr.deadline - v_now)) into v_left;
+    returning least(ceil(1000 * extract(epoch from tr.deadline - v_now)), 2147483647) into v_left;
     if not found then
         raise exception using errcode = 'WF006',
             message = format('task run %s is not held under token %s', assert_lease.task_run_id, assert_lease.fencing_token),
@@ -91,9 +91,12 @@ begin
     -- The row is locked until the caller's transaction ends. A host that vanishes must not hold it for ever: for the rest
     -- of the transaction the server looks after it, unless the caller has settings of its own.
     perform set_config(s.name, s.value, true)
-    from (values ('idle_in_transaction_session_timeout', '5min'), ('tcp_user_timeout', '20s'), ('tcp_keepalives_idle', '10'),
-              ('tcp_keepalives_interval', '5'), ('tcp_keepalives_count', '3'), ('client_connection_check_interval', '1s')) s (name, value)
+    from (values ('idle_in_transaction_session_timeout', '5min'), ('tcp_user_timeout', '20s'), ('client_connection_check_interval', '1s')) s (name, value)
     where current_setting(s.name) in ('0', '0ms');
+    -- Of these the system's own values are answered, of hours.
+    perform set_config(s.name, s.value::text, true)
+    from (values ('tcp_keepalives_idle', 10), ('tcp_keepalives_interval', 5), ('tcp_keepalives_count', 3)) s (name, value)
+    where current_setting(s.name)::bigint not between 1 and s.value;
     -- Nor longer than its time limit allows, whatever the settings (from version 17 on in all, before each statement and
     -- each pause between two): the reaper cannot take a row that is locked.
     if v_left is not null then

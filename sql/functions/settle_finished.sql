@@ -243,7 +243,7 @@ begin
     -- Run by run, each in the order of its index: over all of them at once, order and limit would tempt the planner into
     -- walking the primary key, and a sort would read the whole backlog. What is locked is passed over, so that nothing is
     -- waited for; it comes next time. No run has more than its share, so that a wide one does not hold up the hops of others.
-    v_share := greatest(100, settle_finished.max_rows / greatest(1, cardinality(v_run_ids)));
+    v_share := greatest(1, settle_finished.max_rows / greatest(1, cardinality(v_run_ids)));
     if not settle_finished.one_by_one then
         return flowforge._settle_locked(array(
             select l.task_run_id from unnest(v_run_ids) u (run_id)
@@ -278,7 +278,6 @@ as $$
 declare
     v_ids bigint[];
     v_task_run_id bigint;
-    v_expanded bigint := 0;
 begin
     perform flowforge._require_read_committed('expand_map');
     v_ids := array(
@@ -291,16 +290,16 @@ begin
     end if;
     foreach v_task_run_id in array v_ids loop
         begin
-            v_expanded := v_expanded + flowforge._expand(v_task_run_id);
+            return flowforge._expand(v_task_run_id);
         exception when others then
             raise warning 'map % cannot be expanded: %', v_task_run_id, sqlerrm;
         end;
     end loop;
-    return v_expanded;
+    return 0;
 end
 $$;
 comment on function flowforge.expand_map(boolean) is
-    'Expands at most one map whose trigger rule is met into its elements, whole; an empty one succeeds with []; one that cannot be expanded fails, saying why. one_by_one: up to 100, after an error, so that what raises is warned of and holds up nothing else. Answers how many. Raises WF008.';
+    'Expands at most one map whose trigger rule is met into its elements, whole; an empty one succeeds with []; one that cannot be expanded fails, saying why. one_by_one: the first that can be, of 100, after an error, so that what raises is warned of and holds up nothing else. Answers 1 or 0. Raises WF008.';
 
 create or replace function flowforge._expand(p_task_run_id bigint) returns bigint
 language plpgsql volatile

@@ -506,17 +506,17 @@ create table if not exists flowforge.scheduler (
     asleep boolean not null default false,
     reaper_ticked_at timestamptz,
     reaper_period interval not null default '0',
-    gap_started_at timestamptz,
-    gap_ended_at timestamptz
+    gap_ended_at timestamptz,
+    previous_gap_ended_at timestamptz
 ) with (fillfactor = 10);
 insert into flowforge.scheduler default values on conflict (one_row) do nothing;
 comment on table flowforge.scheduler is 'One row: what the schedulers tell each other and the writers.';
 comment on column flowforge.scheduler.one_row is 'Always true.';
 comment on column flowforge.scheduler.asleep is 'Whether a scheduler has declared itself asleep: only then is it notified.';
 comment on column flowforge.scheduler.reaper_ticked_at is 'Last tick of the reaper.';
-comment on column flowforge.scheduler.reaper_period is 'Longest time between its recent ticks, 20 s at most; a gap is longer than 10 s and than three of these.';
-comment on column flowforge.scheduler.gap_started_at is 'Last tick before the last gap.';
-comment on column flowforge.scheduler.gap_ended_at is 'First tick after the last gap: from here on every lease that ran out in it has its own length anew.';
+comment on column flowforge.scheduler.reaper_period is 'Longest time between its recent ticks, gaps left out; a gap is longer than 10 s and than three of these.';
+comment on column flowforge.scheduler.previous_gap_ended_at is 'First tick after the gap before: a lease that had run out by then has had its time.';
+comment on column flowforge.scheduler.gap_ended_at is 'First tick after the last gap: from here on every lease has its own length anew, unless the gap before had given it that.';
 
 create table if not exists flowforge.run_retry (
     run_id bigint not null references flowforge.run on delete cascade,

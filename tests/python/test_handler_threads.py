@@ -1,7 +1,9 @@
 """What handlers leave behind in threads and contexts is accounted for, and is nobody else's."""
 
 import asyncio
+import contextlib
 import contextvars
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,3 +99,42 @@ def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., 
     )
     gate.open()
     wait_until(lambda: bench.executor.lost == 0, "the threads' end")
+
+
+def test_a_thread_that_is_about_to_end_costs_nothing(slots: Callable[..., Slots]) -> None:
+    """An ordinary cancel, or a time-out of the handler's own, leaves one for a moment."""
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> str:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(gate.wait), 0.01)
+        return "went on"
+
+    bench = slots(1, coroutine=coroutine)
+    assert bench.run("coroutine") == Finish("succeeded", output='"went on"')
+    assert (bench.free(), bench.executor.lost, bench.broken) == (0, 0, [])
+    gate.open()
+    wait_until(lambda: bench.free() == 1, "the slot")
+    assert (bench.executor.lost, bench.broken) == (0, [])
+
+
+def test_when_a_blocked_loop_ends_the_others_can_still_use_threads(slots: Callable[..., Slots]) -> None:
+    """A loop that was set aside closes what it takes for its own."""
+    gate = Gate()
+
+    async def blocks(_ctx: Any) -> None:
+        gate.arrive()
+        while not gate.is_open():
+            time.sleep(0.01)
+
+    async def threaded(_ctx: Any) -> str:
+        return await asyncio.to_thread(lambda: "done")
+
+    bench = slots(2, blocks=blocks, threaded=threaded)
+    blocked = bench.start("blocks")
+    gate.await_arrivals()
+    wait_until(lambda: bool(bench.executor.blocked), "the loop to be set aside")
+    gate.open()
+    assert bench.report(blocked) == Finish("succeeded")
+    wait_until(lambda: len(bench.executor._loops) < 2, "the end of that loop")
+    assert bench.run("threaded") == Finish("succeeded", output='"done"')

@@ -217,10 +217,10 @@ def test_transitions_with_a_wrong_attempt_or_token_are_rejected(stage: Database)
 def test_a_run_ends_once(stage: Database) -> None:
     """From one end to another there is no way but through a retry."""
     with stage.connect() as connection:
-        connection.execute("update flowforge.run set state = 'failed', finished_at = now()")
+        connection.execute("update flowforge.run set state = 'failed', unsettled = 0, finished_at = now()")
         with pytest.raises(psycopg.errors.AssertFailure, match="forbidden transition of run"):
             connection.execute("update flowforge.run set state = 'succeeded'")
-        connection.execute("update flowforge.run set state = 'running', finished_at = null")
+        connection.execute("update flowforge.run set state = 'running', unsettled = 1, finished_at = null")
 
 
 def test_the_broker_keeps_confirmed_messages(rabbit_server: RabbitServer, amqp_namespace: str) -> None:

@@ -283,6 +283,9 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
 
 class Witness:
     """A workflow of one task that records its executions."""

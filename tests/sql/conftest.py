@@ -47,12 +47,8 @@ class _Session:
     def connection(self) -> psycopg.Connection[Any]:
         if not self.server.is_running():
             self.server.start()
-        try:
-            if self._connection is not None:
-                self._connection.execute("select 1")
-                return self._connection
-        except psycopg.OperationalError:
-            pass  # another test has restarted the server
+        if self._connection is not None and _lives(self._connection):
+            return self._connection
         self._connection = self.database.connect(autocommit=False, row_factory=namedtuple_row)
         if self._profiled:
             self._connection.execute("load 'plpgsql_check'; set plpgsql_check.profiler = on")
@@ -63,6 +59,8 @@ class _Session:
         """How much of the plpgsql functions this session has executed; "" where nobody counts."""
         if not self._profiled or self._connection is None:
             return ""
+        if not _lives(self._connection):
+            return "not counted: a test has restarted the server since"
         rows = self._connection.execute(
             """
             select p.proname as name, s.lineno, s.exec_stmts > 0 as executed
@@ -77,11 +75,22 @@ class _Session:
         return f"{share}; not: {', '.join(missed)}" if missed else share
 
     def close(self) -> None:
+        if not self.server.is_running():
+            self.server.start()
         if self._connection is not None:
             self._connection.close()
         forbidden = self.database.forbidden_transitions()
         self.database.drop()
         assert not forbidden
+
+
+def _lives(connection: psycopg.Connection[Any]) -> bool:
+    """Whether the connection can be used: another test may have restarted the server."""
+    try:
+        connection.execute("select 1")
+    except psycopg.OperationalError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.sql.model_run import Run, TaskRun
 
 ANY_DELAY = timedelta(minutes=5)
 UNKNOWN_HANDLER_LIMIT = timedelta(minutes=15)
-REAPER_GAP, LONGEST_PERIOD = timedelta(seconds=10), timedelta(seconds=20)
+REAPER_GAP = timedelta(seconds=10)
 DEFAULT_WINDOW = 100
 
 
@@ -44,7 +44,7 @@ class Model:
         self.windows: dict[str, int | None] = {}  # None: the default
         self.reaper_tick: datetime | None = None
         self.reaper_period = timedelta()
-        self.gap_start: datetime | None = None
+        self.gap_before: datetime | None = None
         self.gap_end: datetime | None = None
         self.max_width = max_width
         self.dispatch_ids: set[UUID] = set()
@@ -99,7 +99,6 @@ class Model:
         assert dispatch_id not in self.dispatch_ids, "the dispatch id is not new"
         self.dispatch_ids.add(dispatch_id)
         row.state, row.dispatch = "ready", dispatch_id
-        row.ready_at = self.now
         row.offer(self.now)
         self.expected_orders.append(row.id)
 
@@ -152,6 +151,7 @@ class Model:
             assert row.lease is not None
             row.hold(self.now, row.lease, shorten=False)
             return
+        row.start_by_claimed = row.start_by
         row.become("running")
         row.claim, row.token = claim_id, row.token + 1
         if row.task.time_limit is not None:
@@ -210,7 +210,7 @@ class Model:
                 self._give_back(run, row, timedelta(seconds=1), timedelta(seconds=60))
                 row.unknown_since = since
                 if row.state == "ready":
-                    row.offer(row.available_at)  # nobody has begun it
+                    row.start_by = row.start_by_claimed  # nobody has begun it
         else:
             self._give_back(run, row, timedelta(), timedelta(), counted=reason == "crashed")
         return "released" if row.state == "ready" else row.state
@@ -235,12 +235,13 @@ class Model:
             self.arm(row)
 
     def reap(self) -> int:
-        """After a gap in its ticks each lease that ran out in it has its length anew before it is judged."""
+        """After a gap in its ticks each lease has its length anew, unless the last had given it that."""
         since = self.now - self.reaper_tick if self.reaper_tick else timedelta()
         if since > max(REAPER_GAP, 3 * self.reaper_period):
-            self.gap_start, self.gap_end = self.reaper_tick, self.now
+            self.gap_before, self.gap_end = self.gap_end, self.now
+            since = timedelta()
         self.reaper_tick = self.now
-        self.reaper_period = min(max(since, self.reaper_period * 0.9), LONGEST_PERIOD)
+        self.reaper_period = max(since, self.reaper_period * 0.9)
         expired = [(run, row) for run, row in self.in_state("running") if self._is_lost(row)]
         for run, row in expired:
             if not run.cancelling and row.deadline and row.deadline <= self.now:
@@ -253,10 +254,9 @@ class Model:
         assert row.lease is not None
         assert row.lease_end is not None
         spared = (
-            self.gap_start is not None
-            and self.gap_end is not None
-            and row.lease_end >= self.gap_start
+            self.gap_end is not None
             and self.gap_end + row.lease > self.now
+            and not (self.gap_before is not None and row.lease_end <= self.gap_before)
         )
         over = row.deadline is not None and row.deadline <= self.now
         return row.lease_end <= self.now and (over or not spared)

@@ -83,8 +83,8 @@ class TaskRun:
     lease: timedelta | None = None
     lease_end: datetime | None = None
     deadline: datetime | None = None
-    ready_at: datetime | None = None
     start_by: datetime | None = None
+    start_by_claimed: datetime | None = None  # as it was when it was claimed
     unknown_since: datetime | None = None
     reoffered: bool = False  # ready, but out of the window until it is due and has been moved into it
     output: Any = None
@@ -113,16 +113,13 @@ class TaskRun:
         self.dispatch = None
 
     def offer(self, when: datetime) -> None:
-        """From when on its start may be waited for: its dispatch, where nobody has begun it since."""
         within = self.task.start_within
-        if self.unknown_since is not None and self.ready_at is not None:
-            when = self.ready_at
         self.start_by = when + timedelta(seconds=within) if within is not None else None
 
     def adopt(self, available_at: datetime) -> None:
         """Take over a time that was chosen within its bounds."""
         assert self.available_at <= available_at <= self.available_by, "delay out of its bounds"
-        if self.available_by > self.available_at and self.state == "ready":
+        if self.available_by > self.available_at and self.state == "ready" and self.unknown_since is None:
             self.offer(available_at)
         self.available_at = self.available_by = available_at
 

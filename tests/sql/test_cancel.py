@@ -179,6 +179,12 @@ def test_the_longer_a_cancel_takes_the_more_seldom_it_is_looked_at(engine: Engin
             looks.append(second)
         engine.advance("1 s")
     assert looks == [0, 1, 2, 4, 8, 16, 32, 64, 124, 184, 244]
+    # A clock that was ahead does not put it off.
+    engine.rows("update flowforge.run set cancel_sweep_at = flowforge._clock() + interval '1 hour'")
+    engine.call("cancel_leftovers")
+    assert engine.value(
+        "select cancel_sweep_at < flowforge._clock() + interval '2 minutes' from flowforge.run"
+    )
 
 
 @pytest.mark.parametrize(

@@ -159,12 +159,12 @@ def test_workers_that_became_slow_are_given_time_too(engine: Engine) -> None:
 
 @pytest.mark.parametrize("window", [1, 100])
 def test_while_no_worker_has_room_nothing_is_lost(engine: Engine, window: int) -> None:
-    """However long its tasks take, and though no pace was ever measured."""
-    engine.define(*(task(f"t{i}", lease=3600) for i in range(4)))
+    """However long its tasks take, and though no pace was ever measured; for an hour."""
+    engine.define(*(task(f"t{i}", lease=3600) for i in range(3)))
     engine.call("configure_queue", "default", window_size=window)
     engine.trigger()
     lost = 0
-    for _ in range(4):
+    for _ in range(3):
         engine.schedule()
         publish(engine)
         claim = engine.claim_one()
@@ -175,6 +175,19 @@ def test_while_no_worker_has_room_nothing_is_lost(engine: Engine, window: int) -
             publish(engine)
         engine.finish(claim)
     assert lost == 0
+
+
+def test_a_message_is_not_given_up_because_workers_are_busy(engine: Engine) -> None:
+    """Lost, it waits for an hour at least, and for a day at most."""
+    engine.start(task("long", lease=36_000), task("lost"))
+    publish(engine)
+    engine.claim_next(1)
+    minutes = 0
+    while engine.call("announce_worker", "worker", ["default"], 1) or not engine.call("redispatch_lost"):
+        engine.advance("10 minutes")
+        minutes += 10
+        assert minutes <= 25 * 60
+    assert minutes >= 60
 
 
 def test_a_worker_that_has_room_and_claims_nothing_tells_of_lost_messages(engine: Engine) -> None:

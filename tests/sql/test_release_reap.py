@@ -198,6 +198,20 @@ def test_a_start_that_is_waited_for_goes_on_from_the_dispatch(engine: Engine) ->
     assert (row.finished_at - row.ready_at).total_seconds() < 30
 
 
+def test_what_had_been_started_in_time_may_wait_for_its_start_again(engine: Engine) -> None:
+    """A worker that ends gives it back, and one that does not know it is the next."""
+    run_id = engine.start(task("a", start_within=60, lease=3600))
+    claim = engine.claim_one()
+    engine.advance("10 minutes")
+    assert release(engine, claim, "shutdown") == "released"
+    engine.advance("1 s")
+    assert release(engine, engine.claim_one(), "unknown_handler") == "released"
+    engine.advance(f"{waits(engine, run_id)} s")
+    engine.schedule()
+    assert engine.call("fail_undeliverable") == 0
+    engine.claim_one()
+
+
 def test_what_a_worker_took_with_it_comes_back_apart(engine: Engine) -> None:
     """One of them may have killed it; together again they would all be given up."""
     engine.start(*(task(f"t{i}", lease=30) for i in range(10)), task("alone", lease=3600))
@@ -358,6 +372,54 @@ def test_gaps_that_come_again_and_again_spare_nobody_twice(
         engine.advance(pause)
         engine.call("reap_expired_leases")
         assert engine.value("select extract(epoch from flowforge._clock() - %s) / 3600", begun) < hours
+
+
+def outage(engine: Engine, seconds: int) -> None:
+    """Nobody ticks or renews for a while; before that a scheduler has been ticking."""
+    for _ in range(5):
+        engine.call("reap_expired_leases")
+        engine.advance("1 s")
+    engine.advance(f"{seconds} s")
+
+
+def test_every_outage_spares_whose_lease_was_renewed_after_the_last(engine: Engine) -> None:
+    engine.start(task("a", lease=20))
+    outage(engine, 0)
+    claim = engine.claim_one()
+    for seconds in (60, 32, 25, 60):
+        outage(engine, seconds)
+        assert engine.call("reap_expired_leases") == 0
+        renew = "select outcome from flowforge.renew_leases(array[%s], array[%s], '20 s')"
+        assert engine.value(renew, claim.task_run_id, claim.fencing_token) == "held"
+
+
+def test_an_outage_spares_a_lease_whose_row_its_handler_held(db: Database, committing: Engine) -> None:
+    """It could not be renewed, since it was locked, and had run out when the server went away."""
+    committing.start(task("a", lease=30))
+    outage(committing, 0)
+    claim = committing.claim_one()
+    with db.connect(autocommit=False) as handler:
+        handler.execute("select flowforge.assert_lease(%s, %s)", (claim.task_run_id, claim.fencing_token))
+        for _ in range(45):
+            committing.advance("1 s")
+            assert committing.call("reap_expired_leases") == 0
+        committing.advance("15 s")
+        handler.rollback()
+    assert committing.call("reap_expired_leases") == 0
+
+
+def test_a_clock_that_was_ahead_for_a_moment_spares_nobody(engine: Engine) -> None:
+    engine.start(task("a", lease=30))
+    outage(engine, 0)
+    engine.claim_one()
+    engine.advance("1 day")
+    assert engine.call("reap_expired_leases") == 0
+    engine.advance("-1 day")
+    taken = 0
+    for _ in range(40):
+        taken += engine.call("reap_expired_leases")
+        engine.advance("1 s")
+    assert taken == 1
 
 
 def test_two_schedulers_that_are_both_slow_make_no_gaps(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """renew_leases, assert_lease and report_progress: what a worker calls while a handler runs."""
 
+import uuid
 from typing import Any
 
 import psycopg
@@ -245,6 +246,26 @@ def test_a_transaction_under_a_lease_is_looked_after_by_the_server(engine: Engin
     engine.rows("set local idle_in_transaction_session_timeout = '7min'")
     engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
     assert engine.value(show) == "7min"
+
+
+def test_a_time_limit_of_a_month_is_longer_than_any_time_out(engine: Engine) -> None:
+    engine.start(task("a", time_limit=30 * 86_400))
+    claim = engine.claim_one()
+    engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
+    assert engine.value("select current_setting('statement_timeout')") == "2147483647ms"
+
+
+def test_a_host_that_vanishes_is_noticed_over_tcp(db: Database) -> None:
+    """There the settings are the system's, of hours, unless the session says otherwise."""
+    with db.connect() as owner, psycopg.connect(db.server.dsn(db.name, tcp=True)) as handler:
+        owner.execute("""select flowforge.define_workflow('{"name": "w", "tasks": [{"name": "a"}]}')""")
+        owner.execute("select flowforge.trigger('w'), flowforge.dispatch_ready()")
+        claim = "select task_run_id, fencing_token from flowforge.claim_next('{default}', 'w', %s, '1 h')"
+        pair = owner.execute(claim, [uuid.uuid4()]).fetchone()
+        handler.execute("select flowforge.assert_lease(%s, %s)", pair)
+        names = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count")
+        found = [handler.execute("select current_setting(%s)", [name]).fetchone() for name in names]
+        assert found == [("10",), ("5",), ("3",)]
 
 
 @pytest.mark.parametrize("own", [None, "1 h", "2 s"])
