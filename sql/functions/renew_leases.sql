@@ -82,7 +82,7 @@ begin
     set lease_expires_at = greatest(tr.lease_expires_at, least(v_now + tr.lease_length, tr.deadline))
     where tr.task_run_id = assert_lease.task_run_id and tr.state = 'running' and tr.fencing_token = assert_lease.fencing_token
         and (tr.deadline > v_now) is not false
-    returning least(ceil(1000 * extract(epoch from tr.deadline - v_now)), 2147483647) into v_left;
+    returning case when tr.deadline is not null then least(ceil(1000 * extract(epoch from tr.deadline - v_now)), 2147483647) end into v_left;
     if not found then
         raise exception using errcode = 'WF006',
             message = format('task run %s is not held under token %s', assert_lease.task_run_id, assert_lease.fencing_token),

@@ -82,9 +82,10 @@ def test_what_arguments_leave_out_is_said(
 @pytest.mark.parametrize(
     ("found", "codes", "named"),
     [
-        (["mypy"], {"18": 0, "15": 0}, "mypy"),
-        ([], {"18": 1, "15": 0}, "pytest on PostgreSQL 18"),
-        ([], {"18": 0, "15": 5}, "pytest on PostgreSQL 15"),
+        (["mypy"], {"PostgreSQL 18": 0, "PostgreSQL 15": 0}, "mypy"),
+        ([], {"PostgreSQL 18": 1, "PostgreSQL 15": 0}, "pytest on PostgreSQL 18"),
+        ([], {"PostgreSQL 18": 0, "PostgreSQL 15": 5}, "pytest on PostgreSQL 15"),
+        ([], {"PostgreSQL 18": 0, "whatever PostgreSQL": 1}, "pytest on whatever PostgreSQL"),
     ],
 )
 def test_any_failure_fails_the_whole(
@@ -109,7 +110,7 @@ def test_both_runs_are_shown_whole_and_their_codes_kept(
         return subprocess.Popen(["sh", "-c", script], stdout=output)
 
     monkeypatch.setattr(dev, "pytest_on", stand_in)
-    assert dev.run_tests(["18", "15"], []) == {"18": 3, "15": 0}
+    assert dev.run_tests(["18", "15"], ["-x"]) == {"PostgreSQL 18": 3, "PostgreSQL 15": 0}
     lines = capfd.readouterr().out.splitlines()
     assert [line for line in lines if "begin" in line or "passed" in line] == [
         *("begin 18", "18 passed"),
@@ -131,27 +132,28 @@ def test_ci_runs_the_tests_and_the_demonstration(tmp_path: Path, test: int, demo
     assert done.returncode == code
 
 
-def test_what_asks_for_no_postgresql_runs_once_and_the_rest_on_each_version(
+def test_what_needs_no_particular_postgresql_runs_once_and_the_rest_on_each_version(
     dev: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: dict[str, list[str]] = {}
+    started: list[tuple[str, set[str]]] = []
 
     def start(version: str, arguments: list[str], output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-        started[version] = arguments
+        started.append((version, set(arguments[2:])))
         return subprocess.Popen(["true"])
 
     monkeypatch.setattr(dev, "pytest_on", start)
-    dev.run_tests(["18", "15"], [])
-    left_out = {version: {each.removeprefix("--ignore=") for each in started[version]} for version in started}
-    assert left_out["18"]
-    assert left_out["15"]
-    assert not left_out["18"] & left_out["15"]
-    for path in left_out["18"] | left_out["15"]:
-        text = (CHECKOUT / path).read_text()
-        # Those that ask for a server of a version which they name themselves, and what is about processes of
-        # this machine and brokers, whatever the database.
-        named = re.search(r'binaries\("\d+"\)', text) or Path(path).stem in dev.WHATEVER_DATABASE
-        assert named or not re.search(r"\b(Database|PostgresServer|Bench|Cluster)\b", text), path
+    codes = dev.run_tests(["18", "15"], [])
+    assert codes == {"PostgreSQL 18": 0, "PostgreSQL 15": 0, "whatever PostgreSQL": 0}
+    modules = {f"tests/python/{name}.py" for name in dev.ONCE}
+    left_out = {f"--ignore={module}" for module in modules}
+    assert started == [("18", left_out), ("15", left_out), ("18", modules)]
+    # By name those only whose subject is processes of this machine, or brokers, whatever the database.
+    by_name = {"test_compose", "test_doctor_broker", "test_health", "test_isolation"}
+    for module in modules:
+        text = (CHECKOUT / module).read_text()
+        named = re.search(r'binaries\("\d+"\)', text) or Path(module).stem in by_name
+        assert named or not re.search(r"\b(Database|PostgresServer|Bench|Cluster)\b", text), module
     for versions, arguments in ((["15"], []), (["18", "15"], ["-k", "claim"])):
+        started.clear()
         dev.run_tests(versions, arguments)
-        assert started["15"] == arguments
+        assert started == [(version, set(arguments)) for version in versions]

@@ -243,6 +243,7 @@ def test_a_transaction_under_a_lease_is_looked_after_by_the_server(engine: Engin
     assert engine.value(show) == "0"
     engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
     assert engine.value(show) == "5min"
+    assert engine.value("select current_setting('statement_timeout')") == "0", "there is no time limit"
     engine.rows("set local idle_in_transaction_session_timeout = '7min'")
     engine.call("assert_lease", claim.task_run_id, claim.fencing_token)
     assert engine.value(show) == "7min"

@@ -17,8 +17,8 @@ def test_workflow_version_status(engine: Engine) -> None:
 
 def test_run_input(engine: Engine) -> None:
     engine.define(task("a"))
-    engine.trigger(input=Jsonb([1]))
-    assert engine.row("select * from flowforge.run_input") == (1, [1])
+    run_id = engine.trigger(input=Jsonb([1]))
+    assert engine.row("select * from flowforge.run_input") == (run_id, [1])
 
 
 def test_run_status(engine: Engine) -> None:
