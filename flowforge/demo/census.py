@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ _TOP = 10
 # The parser warns about the file by this name, so that just these warnings can be told to be quiet.
 _FILE_NAME = "<census>"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# CPython counts how deep it is in making a tree once for all threads, up to 3.12 at least: two that are at it
+# at a time can fail each other (SystemError). One at a time loses nothing: parsing holds the interpreter.
+_PARSING = threading.Lock()
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
@@ -61,7 +65,8 @@ def census_package(root: Path, package: dict[str, str]) -> dict[str, Any]:
         sums["modules"] += 1
         sums["lines"] += source.count(b"\n") + (not source.endswith(b"\n") and source != b"")
         try:
-            tree = ast.parse(source, filename=_FILE_NAME)
+            with _PARSING:
+                tree = ast.parse(source, filename=_FILE_NAME)
         except _UNREADABLE:
             unparsable.append(module)
             continue

@@ -40,7 +40,7 @@ def test_a_worker_with_room_is_one_that_lives_and_runs_less_than_it_could(engine
 def test_an_order_that_was_refused_very_often_can_be_refused_again(engine: Engine) -> None:
     engine.start(task("a"))
     (order,) = engine.messages()
-    engine.rows("update flowforge.outbox set tries = 1_000_000")
+    engine.rows("update flowforge.outbox set tries = 1000000")
     assert engine.call("mark_refused", [order.outbox_id], ["nacked"]) == 1
     wait = "select next_attempt_at - flowforge._clock() from flowforge.outbox"
     assert engine.value(wait) <= timedelta(minutes=10)
