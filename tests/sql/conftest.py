@@ -47,8 +47,12 @@ class _Session:
     def connection(self) -> psycopg.Connection[Any]:
         if not self.server.is_running():
             self.server.start()
-        if self._connection is not None and _lives(self._connection):
-            return self._connection
+        if self._connection is not None:
+            if _lives(self._connection):
+                return self._connection
+            # A test that ran out of time has left it in the middle of something: what it has locked must not
+            # hold up every test after it.
+            self._connection.close()
         self._connection = self.database.connect(autocommit=False, row_factory=namedtuple_row)
         if self._profiled:
             self._connection.execute("load 'plpgsql_check'; set plpgsql_check.profiler = on")
