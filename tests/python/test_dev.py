@@ -144,14 +144,12 @@ def test_what_needs_no_particular_postgresql_runs_once_and_the_rest_on_each_vers
     monkeypatch.setattr(dev, "pytest_on", start)
     codes = dev.run_tests(["18", "15"], [])
     assert codes == {"PostgreSQL 18": 0, "PostgreSQL 15": 0, "whatever PostgreSQL": 0}
-    modules = {f"tests/python/{name}.py" for name in dev.ONCE}
+    modules = {f"tests/{name}.py" for name in dev.ONCE}
     left_out = {f"--ignore={module}" for module in modules}
     assert started == [("18", left_out), ("15", left_out), ("18", modules)]
-    # By name those only whose subject is processes of this machine, or brokers, whatever the database.
-    by_name = {"test_compose", "test_doctor_broker", "test_health", "test_isolation"}
-    for module in modules:
+    for module in modules - {f"tests/{name}.py" for name in dev.WHATEVER_POSTGRESQL}:
         text = (CHECKOUT / module).read_text()
-        named = re.search(r'binaries\("\d+"\)', text) or Path(module).stem in by_name
+        named = re.search(r'binaries\("\d+"\)', text)
         assert named or not re.search(r"\b(Database|PostgresServer|Bench|Cluster)\b", text), module
     for versions, arguments in ((["15"], []), (["18", "15"], ["-k", "claim"])):
         started.clear()

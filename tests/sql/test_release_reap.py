@@ -195,7 +195,7 @@ def test_a_start_that_is_waited_for_goes_on_from_the_dispatch(engine: Engine) ->
             break
     row = engine.task_run(run_id, "a")
     assert (row.state, row.error) == ("failed", "not started within 20 s")
-    assert (row.finished_at - row.ready_at).total_seconds() < 30
+    assert (row.finished_at - row.ready_at).total_seconds() < 40
 
 
 def test_what_had_been_started_in_time_may_wait_for_its_start_again(engine: Engine) -> None:
