@@ -108,6 +108,7 @@ def limit_h1(dsn: str, rabbit: RabbitServer, tasks: int) -> float:
     queue = f"hand_made_{time.monotonic_ns()}"
     rabbit.declare(queue)
     with rabbit.channel() as channel:
+        channel.confirm_delivery()  # a queue that was just declared may have no leader yet, and lose them
         for n in range(1, tasks + 1):
             channel.basic_publish("", queue, str(n).encode(), pika.BasicProperties(delivery_mode=2))
     context = multiprocessing.get_context("spawn")
