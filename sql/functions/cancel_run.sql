@@ -95,7 +95,9 @@ begin
     perform flowforge._require_read_committed('cancel_leftovers');
     perform flowforge._check_count('max_runs', cancel_leftovers.max_runs);
     v_run_ids := array(select r.run_id from flowforge.run r
-        where r.cancel_requested_at is not null and r.finished_at is null and (r.cancel_sweep_at > v_now and r.cancel_sweep_at <= v_now + interval '1 minute') is not true
+        where r.cancel_requested_at is not null and r.finished_at is null
+            -- Further away than a minute it was put by a clock that was ahead.
+            and (r.cancel_sweep_at > v_now and r.cancel_sweep_at <= v_now + interval '1 minute') is not true
         order by r.run_id limit cancel_leftovers.max_runs for no key update skip locked);
     if v_run_ids = '{}' then
         return 0;

@@ -92,7 +92,7 @@ begin
 end
 $$;
 comment on function flowforge.redispatch_lost(bigint) is
-    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times; in a queue without any known worker up to a day), or have no order at all. Answers how many. Raises WF001.';
+    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times; in a queue without any known worker up to a day; an hour at least while all announced workers are full), or have no order at all. Answers how many. Raises WF001.';
 
 create or replace function flowforge.redispatch(queue text) returns bigint
 language plpgsql volatile security definer

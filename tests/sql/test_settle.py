@@ -189,22 +189,13 @@ def test_what_cannot_be_moved_holds_up_nothing_else(engine: Engine, function: st
         assert [row.run_id for row in engine.rows(done)] == runs[1:]
 
 
-def test_a_wide_run_does_not_hold_up_the_hops_of_others(engine: Engine) -> None:
-    engine.define(*(task(f"t{i}") for i in range(1500)), name="wide")
-    engine.trigger("wide")
-    engine.call("configure_queue", "default", window_size=10_000)
-    engine.define(task("a"), task("b", "a"))
-    narrow = engine.trigger()
-    engine.schedule()
-    while engine.work():
-        pass
-    assert engine.call("settle_finished", 1000) == 501
-    assert engine.task_run(narrow, "b").stage == "eligible"
-
-
-def test_of_many_wide_runs_each_has_its_share(engine: Engine) -> None:
-    engine.define(*(task(f"t{i}") for i in range(15)), name="wide")
-    for _ in range(10):
+@pytest.mark.parametrize(("runs", "tasks", "max_rows"), [(1, 1500, 1000), (10, 15, 100)])
+def test_wide_runs_do_not_hold_up_the_hops_of_others(
+    engine: Engine, runs: int, tasks: int, max_rows: int
+) -> None:
+    """Each run has its share of a call, one that is wide and each of many."""
+    engine.define(*(task(f"t{i}") for i in range(tasks)), name="wide")
+    for _ in range(runs):
         engine.trigger("wide")
     engine.call("configure_queue", "default", window_size=10_000)
     engine.define(task("a"), task("b", "a"))
@@ -212,7 +203,7 @@ def test_of_many_wide_runs_each_has_its_share(engine: Engine) -> None:
     engine.schedule()
     while engine.work():
         pass
-    engine.call("settle_finished", 100)
+    engine.call("settle_finished", max_rows)
     assert engine.task_run(narrow, "b").stage == "eligible"
 
 
