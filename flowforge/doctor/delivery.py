@@ -96,7 +96,7 @@ def _dead(setup: Setup) -> Verdict:
         return warning("there is none yet", f"a publisher makes it: {setup.command('publisher')}")
     if found.messages:
         return warning(
-            f"{found.messages} messages that no worker could read",
+            f"{found.messages} messages that no worker could read, or that the broker gave up",
             f"look at them in RabbitMQ, and at who sends them; then: rabbitmqctl purge_queue "
             f"{shlex.quote(found.name)}",
         )

@@ -148,19 +148,23 @@ class Cluster:
 
     # -- processes
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the daemons and commands of this set-up have in common."""
+        return {
+            **os.environ,
+            "FLOWFORGE_DATABASE_URL": self.db.dsn,
+            "FLOWFORGE_AMQP_URL": self.broker.url if self.broker else "",
+            "FLOWFORGE_NAMESPACE": self.namespace,
+        }
+
     def start(self, *names: str, **environment: str) -> list[Process]:
         """Start daemons by name: scheduler, publisher, worker. They log JSON lines, debug included."""
         started = []
         for name in names:
             command = [PROGRAM, name, *([FLOWS] if name == "worker" else [])]
             number = len(self.processes)
-            amqp = self.broker.url if self.broker else ""
-            if name == "publisher" and self._wire is not None:
-                amqp = self._wire.url
-            settings = {
-                "FLOWFORGE_DATABASE_URL": self.db.dsn,
-                "FLOWFORGE_AMQP_URL": amqp,
-                "FLOWFORGE_NAMESPACE": self.namespace,
+            settings = self.environment | {
                 "FLOWFORGE_LOG_FORMAT": "json",
                 "FLOWFORGE_LOG_LEVEL": "debug",
                 "FLOWFORGE_HEALTH_FILE": str(self.directory / f"health-{number}"),
@@ -173,8 +177,10 @@ class Cluster:
                 "FLOWFORGE_LEASE": "20",
                 "PYTHONFAULTHANDLER": "1",
             }
+            if name == "publisher" and self._wire is not None:
+                settings["FLOWFORGE_AMQP_URL"] = self._wire.url
             log = self.directory / f"log-{number}-{name}"
-            process = Process(f"{name} {number}", command, {**os.environ, **settings, **environment}, log)
+            process = Process(f"{name} {number}", command, {**settings, **environment}, log)
             self.processes.append(process)
             started.append(process)
         return started
@@ -240,6 +246,18 @@ class Cluster:
         """What the handlers told the witness."""
         found = [json.loads(line) for line in self._witness.read_text().splitlines()]
         return [entry for entry in found if entry["event"] == event]
+
+    def published(self) -> int:
+        """Orders that are marked as published."""
+        return int(self.value("select count(*) from flowforge.outbox where published_at is not null"))
+
+    def wait_declared(self) -> None:
+        """Wait until the work queue exists and is bound, and the publishers are well."""
+        assert self.broker is not None
+        broker, queue = self.broker, self.queue()
+        wait_until(lambda: broker.counts(queue) is not None, "the work queue")
+        publishers = [each for each in self.processes if "publisher" in each.name and each.running()]
+        wait_until(lambda: all(each.health() == "ok" for each in publishers), "the publishers' health")
 
     def queue(self, name: str = "default") -> str:
         """The broker's name of a work queue."""

@@ -1,12 +1,14 @@
 """Fixtures of the tests of daemons: an engine on a fresh database, with either delivery."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.python.cluster import Cluster
 from tests.python.workbench import Bench, LossyProxy
 from tests.services.database import Database
-from tests.services.rabbitmq import Broker
+from tests.services.rabbitmq import Broker, RabbitServer
 
 
 @pytest.fixture
@@ -32,6 +34,24 @@ def any_bench(request: pytest.FixtureRequest) -> Bench:
     """Either delivery: the guarantees are the same."""
     bench: Bench = request.getfixturevalue("bench" if request.param == "postgresql" else "rabbit_bench")
     return bench
+
+
+@pytest.fixture
+def cluster(db: Database, tmp_path: Path) -> Iterator[Cluster]:
+    """Daemons as processes of their own; delivery by PostgreSQL alone."""
+    with Cluster(db, tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def rabbit_cluster(
+    db: Database, rabbit_server: RabbitServer, amqp_namespace: str, tmp_path: Path
+) -> Iterator[Cluster]:
+    """Daemons as processes of their own; delivery by a RabbitMQ that may be maltreated. What is lost is sent
+    again after a second."""
+    with Cluster(db, tmp_path, rabbit_server, amqp_namespace) as cluster:
+        cluster.execute("select flowforge.configure_queue('default', null, '1 s')")
+        yield cluster
 
 
 @pytest.fixture

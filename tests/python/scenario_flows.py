@@ -1,8 +1,10 @@
 """Workflows of the scenarios. Each handler tells a witness, a file outside the engine, what it executes, then
 does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "until": file,
-"output": …}. Output and error name the token, so that whatever is accepted tells whose it is.
+"spin": file, "hold": s, "fork": true, "output": …}. Output and error name the token, so that whatever is
+accepted tells whose it is.
 """
 
+import ctypes
 import json
 import os
 import time
@@ -39,12 +41,26 @@ def act(ctx: Context) -> Any:
     while time.monotonic() < deadline or ("until" in asked and not Path(asked["until"]).exists()):
         ctx.check_cancelled()
         time.sleep(0.02)
+    _hog(asked, ctx)
     if "exit" in asked:
         os._exit(asked["exit"])
     if asked.get("fail") is True or ("fail" in asked and Path(str(asked["fail"])).exists()):
         raise RuntimeError(f"asked to fail, token {ctx.fencing_token}")
     _tell(ctx, "end")
     return unstorable(asked["output"]) if "output" in asked else {"token": ctx.fencing_token}
+
+
+def _hog(asked: dict[str, Any], ctx: Context) -> None:
+    """Be no good neighbour to the worker's other threads: compute until a file is there, hold the
+    interpreter's lock in C (the first owner only), fork."""
+    while "spin" in asked and not Path(asked["spin"]).exists():
+        sum(range(200_000))
+    if "hold" in asked and ctx.fencing_token == 1:
+        ctypes.PyDLL(None).sleep(asked["hold"])
+    if "fork" in asked:
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 def unstorable(kind: Any) -> Any:

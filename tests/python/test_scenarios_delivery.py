@@ -2,25 +2,18 @@
 
 import json
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.python.cluster import Cluster
-from tests.services.database import Database
 from tests.services.process import wait_until
 from tests.services.rabbitmq import RabbitServer
 
 
 @pytest.fixture
-def cluster(
-    db: Database, rabbit_server: RabbitServer, amqp_namespace: str, tmp_path: Path
-) -> Iterator[Cluster]:
-    with Cluster(db, tmp_path, rabbit_server, amqp_namespace) as cluster:
-        cluster.execute("select flowforge.configure_queue('default', null, '1 s')")
-        yield cluster
+def cluster(rabbit_cluster: Cluster) -> Cluster:
+    return rabbit_cluster
 
 
 class Tap:
@@ -45,26 +38,13 @@ class Tap:
                 found.append((str(properties.message_id), json.loads(body)))
 
 
-def _published(cluster: Cluster) -> int:
-    return int(cluster.value("select count(*) from flowforge.outbox where published_at is not null"))
-
-
-def _wait_declared(cluster: Cluster) -> None:
-    """The work queue exists and is bound, and the publisher has nothing to do."""
-    assert cluster.broker is not None
-    broker, queue = cluster.broker, cluster.queue()
-    wait_until(lambda: broker.counts(queue) is not None, "the work queue")
-    publishers = [process for process in cluster.processes if "publisher" in process.name]
-    wait_until(lambda: all(process.health() == "ok" for process in publishers), "the publisher's health")
-
-
 @pytest.mark.parametrize("fault", ["deleted", "unbound"])
 def test_hd_04_missing_queue(cluster: Cluster, fault: str) -> None:
     """A message to a queue that does not exist stays in the outbox, and goes out without a restart when the
     queue is back."""
     cluster.execute("select flowforge.configure_queue('default', null, '1 hour')")
     scheduler, publisher = cluster.start("scheduler", "publisher")
-    _wait_declared(cluster)
+    cluster.wait_declared()
     assert isinstance(cluster.broker, RabbitServer)
     if fault == "deleted":
         cluster.broker.delete_queue(cluster.queue())
@@ -72,7 +52,7 @@ def test_hd_04_missing_queue(cluster: Cluster, fault: str) -> None:
         with cluster.broker.channel() as channel:
             channel.queue_unbind(cluster.queue(), f"{cluster.namespace}.flowforge", "default")
     run = cluster.trigger("one")
-    wait_until(lambda: _published(cluster) == 1, "the message's way out")
+    wait_until(lambda: cluster.published() == 1, "the message's way out")
     assert cluster.value("select max(tries) from flowforge.outbox") >= 1
     refusals = [entry for entry in publisher.entries() if "refused" in entry["event"]]
     assert refusals, "the fault did not occur"
@@ -97,7 +77,7 @@ def test_hd_05_nack(cluster: Cluster) -> None:
     )
     # A quorum queue's limit is soft: it takes what is under way before it refuses. A classic one counts.
     cluster.start("scheduler", "publisher", FLOWFORGE_QUEUE_TYPE="classic")
-    _wait_declared(cluster)
+    cluster.wait_declared()
     runs = cluster.trigger_many("one", [{}] * 20)
     undecided = "select count(*) from flowforge.outbox where published_at is null and tries = 0"
     orders = "select count(*) from flowforge.outbox"
@@ -107,7 +87,7 @@ def test_hd_05_nack(cluster: Cluster) -> None:
     # Nothing consumes, so what is marked is what the broker has.
     waiting = cluster.broker.counts(cluster.queue())
     assert waiting is not None
-    marked = _published(cluster)
+    marked = cluster.published()
     assert 0 < marked < 20
     assert marked == waiting[0]
     wait_until(
@@ -168,14 +148,14 @@ def test_hd_12_published_and_not_marked(cluster: Cluster) -> None:
     cluster.execute("select flowforge.configure_queue('default', null, '1 hour')")
     scheduler = cluster.start("scheduler")
     (doomed,) = cluster.start("publisher", FLOWFORGE_CRASH_AT="publisher:after-confirm")
-    _wait_declared(cluster)
+    cluster.wait_declared()
     tap = Tap(cluster)
     run = cluster.trigger("one", {"work": {"sleep": 0.5}})
     assert doomed.wait() == -9
     assert cluster.task(run, "work")["state"] == "ready"
-    assert _published(cluster) == 0
+    assert cluster.published() == 0
     cluster.start("publisher")
-    wait_until(lambda: _published(cluster) == 1, "the second message")
+    wait_until(lambda: cluster.published() == 1, "the second message")
     workers = cluster.start("worker", "worker")
     assert cluster.wait_ended(run) == ["succeeded"]
     messages = tap.messages()
@@ -239,7 +219,7 @@ def test_hd_15_broker_lost_the_messages(cluster: Cluster, fault: str) -> None:
     """What was confirmed and marked is gone: it is published again under the same dispatch id, by itself."""
     _, publisher = cluster.start("scheduler", "publisher")
     runs = cluster.trigger_many("one", [{}] * 30)
-    wait_until(lambda: _published(cluster) >= 30, "the publication")
+    wait_until(lambda: cluster.published() >= 30, "the publication")
     before = dict(cluster.rows("select task_run_id, dispatch_id from flowforge.task_run"))
     assert isinstance(cluster.broker, RabbitServer)
     if fault == "purged":
@@ -253,7 +233,7 @@ def test_hd_15_broker_lost_the_messages(cluster: Cluster, fault: str) -> None:
         if user not in cluster.broker.ctl("list_users"):
             cluster.broker.ctl("add_user", user, password)
             cluster.broker.ctl("set_permissions", user, ".*", ".*", ".*")
-        _wait_declared(cluster)
+        cluster.wait_declared()
     cluster.start("worker")
     assert set(cluster.wait_ended(*runs)) == {"succeeded"}
     assert dict(cluster.rows("select task_run_id, dispatch_id from flowforge.task_run")) == before
@@ -269,7 +249,7 @@ def test_purge_in_the_middle_of_a_thousand_runs(cluster: Cluster) -> None:
     cluster.start("scheduler", "publisher")
     runs = cluster.trigger_many("one", [{"work": {"sleep": 0.1}}] * 1000)
     # All are at the broker, so that it has what can be lost, however slow the scheduler is.
-    wait_until(lambda: _published(cluster) >= 1000, "the publication")
+    wait_until(lambda: cluster.published() >= 1000, "the publication")
     workers = cluster.start("worker", "worker", FLOWFORGE_CONCURRENCY="16", FLOWFORGE_LEASE="60")
     done = "select count(*) from flowforge.run where finished_at is not null"
     assert cluster.broker is not None

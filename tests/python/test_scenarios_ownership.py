@@ -5,22 +5,13 @@ import random
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.python.cluster import PROGRAM, Cluster
-from tests.services.database import Database
 from tests.services.process import wait_until
-
-
-@pytest.fixture
-def cluster(db: Database, tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(db, tmp_path) as cluster:
-        yield cluster
 
 
 def test_hd_01_join_of_many_parents(cluster: Cluster) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 import pytest
 import trustme
@@ -17,6 +18,8 @@ from flowforge.config import Config
 from flowforge.db import connect
 from flowforge.errors import BrokerMisconfigured, BrokerUnavailable
 from tests.python.channels import TIMEOUT, ensure, kinds, message, opening
+from tests.python.cluster import Cluster
+from tests.services.database import Database, prepare_template
 from tests.services.postgres import PostgresServer, binaries
 from tests.services.process import free_port, wait_until
 from tests.services.rabbitmq import RabbitServer
@@ -240,3 +243,57 @@ def test_a_service_file_names_it_all(
     monkeypatch.setenv("PGSERVICEFILE", str(services))
     with connect("service=production", application_name="test") as connection:
         assert connection.info.parameter_status("application_name") == "test"
+
+
+def test_hd_41_forks(tls_server: PostgresServer, tmp_path: Path) -> None:
+    """A thousand short tasks in processes of their own, over TLS, some of which fork: no two processes share
+    a connection, and none is spoilt."""
+    template = "template_tls"
+    tls_server.create_database(template)
+    user, password = tls_server.user, tls_server.password
+    prepare_template("localhost", tls_server.port, user, template, password, autocommit=True)
+    db = Database(tls_server, template)
+    url = tls_server.dsn(db.name, tcp=True, sslmode="require")
+    with Cluster(db, tmp_path) as cluster:
+        daemons = cluster.daemons(
+            workers=1,
+            FLOWFORGE_DATABASE_URL=make_conninfo(url, host="localhost"),
+            FLOWFORGE_ISOLATION="processes",
+            FLOWFORGE_CONCURRENCY="4",
+        )
+        go = tmp_path / "go"
+        waiting = cluster.trigger_many("one", [{"work": {"until": str(go)}}] * 4)
+        wait_until(lambda: len(cluster.executions()) == 4, "four processes of handlers")
+        unencrypted = """
+            select count(*) from pg_stat_ssl as s join pg_stat_activity as a using (pid)
+            where a.datname = current_database() and a.application_name like 'flowforge%%' and not s.ssl
+        """
+        assert cluster.value(unencrypted) == 0
+        sockets = [_sockets(process) for daemon in daemons for process in _with_children(daemon.pid)]
+        assert len(sockets) >= 6
+        assert sum(map(len, sockets)) >= 4, "no connection was seen"
+        assert len(set().union(*sockets)) == sum(map(len, sockets)), "a connection is shared"
+        go.touch()
+        inputs = [{"work": {"fork": True} if number % 50 == 0 else {}} for number in range(1000)]
+        runs = cluster.trigger_many("one", inputs)
+        assert set(cluster.wait_ended(*waiting, *runs)) == {"succeeded"}
+        assert cluster.value("select max(fencing_token) from flowforge.task_run") == 1
+        spoilt = ("bad record mac", "SSL error", "lost synchronization", "invalid frontend message")
+        assert not [line for line in tls_server.log().splitlines() if any(word in line for word in spoilt)]
+        cluster.check()
+    db.drop()
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def _sockets(process: psutil.Process) -> set[str]:
+    """The TCP sockets of a process, as the kernel names them."""
+    numbers = Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
+    tcp = {f"socket:[{line.split()[9]}]" for line in numbers}
+    targets = {
+        str(each.readlink()) for each in Path(f"/proc/{process.pid}/fd").iterdir() if each.is_symlink()
+    }
+    return targets & tcp

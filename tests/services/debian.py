@@ -1,12 +1,12 @@
-"""PostgreSQL 15 and RabbitMQ from Debian's packages, unpacked into a cache without being installed.
+"""PostgreSQL 15, RabbitMQ and what their scenarios need from Debian's packages, unpacked into a cache without
+being installed.
 
 apt-get does the fetching, with a state of its own, so neither root nor a change to the system is needed, and
 its signatures are checked as ever. As that state knows no installed package, all dependencies are named; the
 libraries among them are unpacked too and found through LD_LIBRARY_PATH, so nothing that happens to be on the
 system is relied on.
 
-Where there is no apt-get, environment variables name what is there: FLOWFORGE_TEST_PG15_BIN, a directory with
-the binaries of PostgreSQL 15, and FLOWFORGE_TEST_AMQP_URL, a running broker.
+Where there is no apt-get, environment variables name what is there: see INSTEAD.
 
 `python -m tests.services.debian postgresql-15 rabbitmq` fetches them in advance.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 # What of the dependencies is unpacked. The C library must be the system's own, as the program loader is; the
 # rest left out serves the installation (users, services, log rotation) or scripting languages.
-WANTED = re.compile(r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|lib)")
+WANTED = re.compile(r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|pgbouncer$|lib)")
 UNWANTED = re.compile(r"(libc6|libc-bin|libc-l10n|libperl|libpython|libpam-modules|libpam-runtime|.*-perl$)")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -32,10 +32,15 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "postgresql-15": ["postgresql-15", "postgresql-15-plpgsql-check"],
     "rabbitmq": ["rabbitmq-server"],
+    "faketime": ["libfaketime"],
+    "pgbouncer": ["pgbouncer"],
 }
+# The variable that names it where it is there already, and what to set that to.
 INSTEAD = {
-    "postgresql-15": "set FLOWFORGE_TEST_PG15_BIN to a directory with PostgreSQL 15's initdb and postgres",
-    "rabbitmq": "set FLOWFORGE_TEST_AMQP_URL to a running broker (amqp://user:password@host:5672/vhost)",
+    "postgresql-15": ("FLOWFORGE_TEST_PG15_BIN", "a directory with PostgreSQL 15's initdb and postgres"),
+    "rabbitmq": ("FLOWFORGE_TEST_AMQP_URL", "a running broker (amqp://user:password@host:5672/vhost)"),
+    "faketime": ("FLOWFORGE_TEST_FAKETIME", "the library libfaketimeMT.so.1"),
+    "pgbouncer": ("FLOWFORGE_TEST_PGBOUNCER", "the program pgbouncer"),
 }
 # Raised whenever what is unpacked, or how, changes: caches made before are then left aside.
 RECIPE = 1
@@ -102,12 +107,24 @@ def unpacked(service: str) -> Path:
     return target
 
 
+def instead(service: str) -> str:
+    return "set {} to {}".format(*INSTEAD[service])
+
+
+def found(service: str, pattern: str) -> Path:
+    """The file of the service that matches the pattern, or the one that its variable names."""
+    if given := os.environ.get(INSTEAD[service][0]):
+        return Path(given)
+    (file,) = unpacked(service).glob(pattern)
+    return file
+
+
 def _fetch(service: str, target: Path) -> None:
     missing = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
     if missing:
         raise ServiceMissing(
             f"{service} is fetched by Debian's {' and '.join(missing)}, which this system lacks.\n"
-            f"Here, {INSTEAD[service]}."
+            f"Here, {instead(service)}."
         )
     print(f"fetching {service} from Debian's packages into {target}", file=sys.stderr, flush=True)
     started = time.monotonic()
@@ -128,7 +145,7 @@ def _fetch(service: str, target: Path) -> None:
             raise ServiceMissing(
                 f"apt-get could not fetch {', '.join(PACKAGES[service])}:\n"
                 f"{update.stderr}{simulated.stderr}{download.stderr}"
-                f"This works on Debian 12 with its package servers reachable. Elsewhere, {INSTEAD[service]}."
+                f"This works on Debian 12 with its package servers reachable. Elsewhere, {instead(service)}."
             )
         for package in sorted((work / "packages").glob("*.deb")):
             subprocess.run(["dpkg-deb", "-x", package, work / "root"], check=True)
@@ -161,10 +178,9 @@ def library_path(root: Path) -> str:
 
 
 def main(services: list[str]) -> int:
-    given = {"postgresql-15": "FLOWFORGE_TEST_PG15_BIN", "rabbitmq": "FLOWFORGE_TEST_AMQP_URL"}
     try:
         for service in services:
-            if not os.environ.get(given[service]):
+            if not os.environ.get(INSTEAD[service][0]):
                 unpacked(service)
     except ServiceMissing as error:
         print(f"error: {error}", file=sys.stderr)
