@@ -3,26 +3,36 @@
 -- Lock order: run, then its task runs in id order. cancel_run settles first, so that nothing finished is overlooked,
 -- and marks the run before it changes what waits. Safe to repeat. Raise WF001, WF002, WF008.
 
-create or replace function flowforge._lock_for_cancel(p_run_ids bigint[]) returns bigint[]
+-- Of the release before, with one parameter.
+drop function if exists flowforge._lock_for_cancel(bigint[]);
+
+create or replace function flowforge._lock_for_cancel(p_run_ids bigint[], p_wait boolean) returns bigint[]
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    v_ids bigint[];
 begin
     -- In one pass, and nothing is locked after it: locked apart, what has finished and what waits close a cycle with a
     -- batch that holds the one, as a row that it has waited for and then passed over, and waits for the other. What
     -- finishes from now on is settled by settle_finished; what comes back in line is cancelled by cancel_leftovers.
     -- Found run by run first: of rows in the order of their ids the planner would walk the primary key.
+    v_ids := array(
+        select l.task_run_id from unnest(p_run_ids) u (run_id)
+        cross join lateral (select tr.task_run_id from flowforge.task_run tr
+            where tr.run_id = u.run_id and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled') offset 0) l);
+    if p_wait then
+        return array(select tr.task_run_id from flowforge.task_run tr
+            where tr.task_run_id = any (v_ids) and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled')
+            order by tr.task_run_id for no key update);
+    end if;
     return array(select tr.task_run_id from flowforge.task_run tr
-        where tr.task_run_id = any (array(
-                select l.task_run_id from unnest(p_run_ids) u (run_id)
-                cross join lateral (select tr.task_run_id from flowforge.task_run tr
-                    where tr.run_id = u.run_id and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled') offset 0) l))
-            and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled')
-        order by tr.task_run_id for no key update);
+        where tr.task_run_id = any (v_ids) and (tr.state in ('pending', 'ready') or tr.stage = 'unsettled')
+        order by tr.task_run_id for no key update skip locked);
 end
 $$;
-comment on function flowforge._lock_for_cancel(bigint[]) is
-    'Locks, in id order, what a cancel settles and what it cancels in runs locked by the caller. Answers their ids.';
+comment on function flowforge._lock_for_cancel(bigint[], boolean) is
+    'Locks, in id order, what a cancel settles and what it cancels in runs locked by the caller, waiting for what others hold or passing it over. Answers their ids.';
 
 create or replace function flowforge._cancel_waiting(p_task_run_ids bigint[]) returns bigint
 language plpgsql volatile
@@ -64,7 +74,7 @@ begin
     if not found then
         raise exception using errcode = 'WF002', message = format('there is no run %s', coalesce(cancel_run.run_id::text, 'null'));
     end if;
-    v_ids := flowforge._lock_for_cancel(array[cancel_run.run_id]);
+    v_ids := flowforge._lock_for_cancel(array[cancel_run.run_id], true);
     perform flowforge._settle_locked(v_ids, null);
     update flowforge.run r
     set cancel_requested_at = flowforge._clock(), cancel_sweep_at = flowforge._clock(), cancel_reason = cancel_run.reason
@@ -102,6 +112,7 @@ begin
     if v_run_ids = '{}' then
         return 0;
     end if;
+    -- What is locked is passed over, so that one session holds up no other run, and looked at the next time.
     -- Only what finished or was given back while the cancel was under way can come back in line: the longer ago that is,
     -- the more seldom is looked, since it takes a walk through the run.
     update flowforge.run r set cancel_sweep_at = v_now + least(interval '1 minute', greatest(interval '1 s', v_now - r.cancel_requested_at))
@@ -109,11 +120,11 @@ begin
     v_run_ids := array(select u.run_id from unnest(v_run_ids) u (run_id)
         where (select true from flowforge.task_run tr where tr.run_id = u.run_id and tr.state in ('pending', 'ready') limit 1));
     if not cancel_leftovers.one_by_one then
-        return flowforge._cancel_waiting(flowforge._lock_for_cancel(v_run_ids));
+        return flowforge._cancel_waiting(flowforge._lock_for_cancel(v_run_ids, false));
     end if;
     foreach v_run_id in array v_run_ids loop
         begin
-            v_cancelled := v_cancelled + flowforge._cancel_waiting(flowforge._lock_for_cancel(array[v_run_id]));
+            v_cancelled := v_cancelled + flowforge._cancel_waiting(flowforge._lock_for_cancel(array[v_run_id], false));
         exception when others then
             raise warning 'run % cannot be cancelled: %', v_run_id, sqlerrm;
         end;

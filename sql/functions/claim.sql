@@ -276,6 +276,7 @@ begin
             select coalesce(array_agg(c.task_run_id order by c.task_run_id), '{}') into v_chosen
             from (select tr.task_run_id from flowforge.task_run tr
                   where tr.queue_id = v_queue_id and tr.stage = 'dispatched'
+                      and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null
                   order by tr.priority desc, tr.task_run_id
                   limit claim_next.max_rows - cardinality(v_won)
                   for no key update skip locked) c;

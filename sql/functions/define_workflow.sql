@@ -248,6 +248,7 @@ declare
     v_to bigint[];
     v_order bigint[];
     v_task_ids bigint[];
+    v_map_at bigint[];
     v_spec jsonb;
     v_hash bytea;
     v_workflow_id bigint;
@@ -316,18 +317,26 @@ begin
 
     insert into flowforge.queue (name)
     select distinct t ->> 'queue' from unnest(v_tasks) t order by 1 on conflict (name) do nothing;
+    if found and (select count(*) from flowforge.queue) > flowforge._limit('max_queues') then
+        raise exception using errcode = 'WF005',
+            message = format('workflow %s makes more than %s queues; at most that many are allowed', flowforge._quoted(v_name), flowforge._limit('max_queues')),
+            hint = 'See limit max_queues in view flowforge.limits.';
+    end if;
     v_version := 1 + coalesce((select max(wv.version) from flowforge.workflow_version wv where wv.workflow_id = v_workflow_id), 0);
     insert into flowforge.workflow_version (workflow_id, version, task_count, content_hash, spec, created_at)
     values (v_workflow_id, v_version, cardinality(v_names), v_hash, v_spec, v_now)
     returning workflow_version_id into v_version_id;
 
+    -- Without a table: beside one, a bad estimate of it would compare all tasks with all.
+    v_map_at := array(select u.pos from unnest(v_tasks) with ordinality t (task, pos)
+        left join unnest(v_names) with ordinality u (name, pos) on u.name = t.task ->> 'map' order by t.pos);
     -- Identities ascend in topological order; v_task_ids is by position in the definition.
     select array_agg(i.task_id order by i.pos) into v_task_ids
     from (select o.pos, nextval('flowforge.task_task_id_seq') as task_id from unnest(v_order) o (pos)) i;
     insert into flowforge.task (task_id, workflow_version_id, name, handler, queue_id, map_task_id, upstream_count, rule,
         priority, max_attempts, retry_delay, retry_backoff, retry_max_delay, retry_jitter, lease, time_limit, start_within, max_reaps)
     overriding system value
-    select v_task_ids[t.pos], v_version_id, t.task ->> 'name', t.task ->> 'handler', q.queue_id, v_task_ids[m.pos],
+    select v_task_ids[t.pos], v_version_id, t.task ->> 'name', t.task ->> 'handler', q.queue_id, v_task_ids[v_map_at[t.pos]],
         jsonb_array_length(t.task -> 'after'), (t.task ->> 'when')::flowforge.trigger_rule, (t.task ->> 'priority')::bigint,
         (r.retry ->> 'max_attempts')::bigint, (r.retry ->> 'delay')::double precision, (r.retry ->> 'backoff')::double precision,
         (r.retry ->> 'max_delay')::double precision, (r.retry ->> 'jitter')::double precision,
@@ -336,7 +345,6 @@ begin
     from unnest(v_tasks) with ordinality t (task, pos)
     cross join lateral (select t.task -> 'retry' as retry) r
     join flowforge.queue q on q.name = t.task ->> 'queue'
-    left join unnest(v_names) with ordinality m (name, pos) on m.name = t.task ->> 'map'
     order by v_task_ids[t.pos];
     insert into flowforge.task_dependency (workflow_version_id, task_id, upstream_task_id)
     select v_version_id, v_task_ids[e.edge_to], v_task_ids[e.edge_from] from unnest(v_from, v_to) e (edge_from, edge_to);

@@ -57,24 +57,32 @@ $$;
 comment on function flowforge._in_window(bigint) is
     'How many task runs of a queue are dispatched and due; more than its window after that has shrunk.';
 
-create or replace function flowforge._has_room(p_queue_id bigint, p_now timestamptz) returns boolean
+-- Of the release before.
+drop function if exists flowforge._has_room(bigint, timestamptz);
+drop function if exists flowforge._is_served(bigint, timestamptz);
+
+create or replace function flowforge._known_workers(p_now timestamptz, out v_room jsonb, out v_running bigint[])
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    -- All leases are counted at once: there may be hundreds of workers.
+    -- All leases are counted at once, for all queues: there may be hundreds of workers, and of queues.
     v_held jsonb := (select jsonb_object_agg(l.lease_owner, l.held) from (
         select tr.lease_owner, count(*) as held from flowforge.task_run tr where tr.lease_expires_at is not null group by tr.lease_owner) l);
 begin
-    return (
-        select bool_or(w.capacity > coalesce((v_held ->> w.name)::bigint, 0))
-        from flowforge.worker w
-        where w.seen_at > p_now - interval '2 minutes'
-            and (select q.name from flowforge.queue q where q.queue_id = p_queue_id) = any (w.queues));
+    v_room := coalesce((
+        select jsonb_object_agg(n.queue, n.has_room)
+        from (
+            select u.queue, bool_or(w.capacity > coalesce((v_held ->> w.name)::bigint, 0)) as has_room
+            from flowforge.worker w
+            cross join lateral unnest(w.queues) u (queue)
+            where w.seen_at > p_now - interval '2 minutes'
+            group by u.queue) n), '{}');
+    v_running := array(select distinct tr.queue_id from flowforge.task_run tr where tr.lease_expires_at is not null);
 end
 $$;
-comment on function flowforge._has_room(bigint, timestamptz) is
-    'Whether an announced worker of a queue could claim at this moment; null when none has announced itself.';
+comment on function flowforge._known_workers(timestamptz) is
+    'v_room: by the name of each queue that a live worker has announced, whether one of them could claim at this moment. v_running: the queues of which something runs, whoever runs it.';
 
 create or replace function flowforge._sample_pace(p_queue_id bigint, p_left bigint, p_added bigint, p_now timestamptz) returns void
 language plpgsql volatile
@@ -88,10 +96,8 @@ begin
     update flowforge.queue q
     set sampled_window = p_left + p_added, sampled_at = p_now,
         drained_at = case when q.sampled_at is null or p_left = 0 or p_left < q.sampled_window then p_now else q.drained_at end,
-        stalled = p_left > 0 and p_left >= q.sampled_window and q.drained_at <= p_now - q.redispatch_delay
-            -- Of workers that do not announce themselves nothing is known but what they run.
-            and coalesce(flowforge._has_room(p_queue_id, p_now), (
-                select true from flowforge.task_run tr where tr.lease_expires_at is not null and tr.queue_id = p_queue_id limit 1) is null),
+        -- Whether it begins is for redispatch_lost to say, which knows the workers.
+        stalled = q.stalled and p_left > 0 and p_left >= q.sampled_window,
         drain_rate = case
             when p_left = 0 or q.sampled_at is null or p_now <= q.sampled_at then q.drain_rate
             else (
@@ -105,7 +111,7 @@ begin
 end
 $$;
 comment on function flowforge._sample_pace(bigint, bigint, bigint, timestamptz) is
-    'Keeps the estimate of a queue''s pace of claims, given how many are left in its window and how many were just added, and whether it has stalled. The caller holds the queue''s row.';
+    'Keeps the estimate of a queue''s pace of claims, given how many are left in its window and how many were just added; a claim ends a stall. The caller holds the queue''s row.';
 
 create or replace function flowforge._fill_window(p_queue_id bigint, p_max_rows bigint) returns bigint
 language plpgsql volatile
@@ -116,7 +122,7 @@ declare
     v_queue text;
     v_window bigint;
     v_in_window bigint;
-    v_reoffered bigint;
+    v_unknown bigint;
     v_ids bigint[];
     v_delay interval;
     v_dispatched bigint;
@@ -130,15 +136,17 @@ begin
     v_now := flowforge._clock();
     v_window := flowforge._window(p_queue_id);
     v_in_window := flowforge._in_window(p_queue_id);
-    -- What is to be offered again later does not fill the window, but as many as that is enough. What no worker knows how to
-    -- run, as it is after a mistaken or an early deploy, does not count for long: it must not hold up the rest.
-    select count(*) filter (where (w.unknown_handler_since < v_now - interval '5 s') is not true) into v_reoffered
+    -- What is to be offered again later does not fill the window. But what no worker knows how to run comes back at once, as
+    -- after a mistaken or an early deploy: a window of that in 5 s is enough, or the whole backlog would be claimed in turn.
+    select count(*) filter (where w.unknown_handler_since >= v_now - interval '5 s') into v_unknown
     from (select tr.unknown_handler_since from flowforge.task_run tr
           where case when tr.stage = 'reoffered' then tr.queue_id end = p_queue_id limit 4 * v_window) w;
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.queue_id = p_queue_id and tr.stage = 'eligible'
+            -- What a cancelled run has left takes nobody's place until it is cancelled.
+            and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null
         order by tr.priority desc, tr.task_run_id
-        limit greatest(0, least(p_max_rows, v_window - v_in_window - greatest(0, v_reoffered - v_window)))
+        limit greatest(0, least(p_max_rows, v_window - v_in_window - greatest(0, v_unknown - v_window)))
         for no key update skip locked);
     if v_ids = '{}' then
         perform flowforge._sample_pace(p_queue_id, v_in_window, 0, v_now);

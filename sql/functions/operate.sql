@@ -56,6 +56,8 @@ language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    v_now timestamptz := flowforge._clock();
+    v_ids bigint[];
     v_queue_id bigint := flowforge._queue_id(configure_queue.queue);
     v_delay interval := case when configure_queue.redispatch_delay is not null
         then flowforge._seconds('redispatch_delay', configure_queue.redispatch_delay, 0.1, 86400) end;
@@ -69,7 +71,16 @@ begin
     where q.queue_id = v_queue_id
         and (configure_queue.window_size is not null and q.window_size is distinct from nullif(configure_queue.window_size, 0)
             or v_delay is not null and q.redispatch_delay <> v_delay);
-    return found;
+    if not found then
+        return false;
+    end if;
+    -- What is dispatched already need not wait for longer either. What is locked is being claimed or moved.
+    v_ids := array(select tr.task_run_id from flowforge.task_run tr
+        where tr.queue_id = v_queue_id and tr.stage = 'dispatched' and tr.redispatch_at > v_now + v_delay
+        order by tr.task_run_id for no key update skip locked);
+    update flowforge.task_run tr set redispatch_at = v_now + v_delay
+    where tr.task_run_id = any (v_ids) and tr.state = 'ready';
+    return true;
 end
 $$;
 comment on function flowforge.configure_queue(text, bigint, interval) is

@@ -18,14 +18,20 @@ begin
                 from flowforge.task_run tr
                 cross join lateral (select t.name from flowforge.task t where t.task_id = tr.task_id limit 1) t
                 where tr.task_run_id = any (x.last)) end,
-            x.errors
+            case when r.finished_at is not null then (
+                select coalesce(jsonb_object_agg(t.name,
+                    case when x.error_bytes <= flowforge._limit('max_claim_bytes') then coalesce(tr.error, '') else left(tr.error, 200) end), '{}')
+                from flowforge.task_run tr
+                cross join lateral (select t.name from flowforge.task t where t.task_id = tr.task_id limit 1) t
+                where tr.task_run_id = any (x.failed)) end
         from flowforge.run r
         join flowforge.workflow w on w.workflow_id = r.workflow_id
         join flowforge.workflow_version wv on wv.workflow_version_id = r.workflow_version_id
         left join lateral (
             select coalesce(array_agg(tr.task_run_id) filter (where l.is_last), '{}') as last,
                 coalesce(sum(tr.output_bytes) filter (where l.is_last), 0) as bytes,
-                coalesce(jsonb_object_agg(t.name, coalesce(tr.error, '')) filter (where tr.state = 'failed'), '{}') as errors
+                coalesce(array_agg(tr.task_run_id) filter (where tr.state = 'failed'), '{}') as failed,
+                coalesce(sum(octet_length(tr.error)) filter (where tr.state = 'failed'), 0) as error_bytes
             from flowforge.task_run tr join flowforge.task t on t.task_id = tr.task_id
             cross join lateral (select tr.state = 'succeeded' and not exists (
                 select from flowforge.task_dependency d where d.upstream_task_id = t.task_id) as is_last) l
@@ -37,7 +43,7 @@ begin
 end
 $$;
 comment on function flowforge.run_result(bigint) is
-    'State of a run and, once it has ended, outputs of its succeeded last tasks (those nothing depends on) and errors of its failed ones, by task name; outputs is null when they are more than max_claim_bytes together: then ask task_output for each. Raises WF002.';
+    'State of a run and, once it has ended, outputs of its succeeded last tasks (those nothing depends on) and errors of its failed ones, by task name; outputs is null when they are more than max_claim_bytes together: then ask task_output for each. Errors that are more together are cut to 200 characters each. Raises WF002.';
 
 create or replace function flowforge.task_output(run_id bigint, task text) returns jsonb
 language plpgsql stable security definer

@@ -4,20 +4,6 @@
 -- redispatch_lost locks queues before these. Dispatch ids never change here. Safe to repeat. Raise WF001, WF002,
 -- WF008.
 
-create or replace function flowforge._is_served(p_queue_id bigint, p_now timestamptz) returns boolean
-language plpgsql stable
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return exists (
-            select from flowforge.worker w where w.seen_at > p_now - interval '2 minutes'
-                and (select q.name from flowforge.queue q where q.queue_id = p_queue_id) = any (w.queues))
-        or exists (select from flowforge.task_run tr where tr.lease_expires_at is not null and tr.queue_id = p_queue_id);
-end
-$$;
-comment on function flowforge._is_served(bigint, timestamptz) is
-    'Whether a worker of a queue is known: one that has announced itself, or one that runs something of it.';
-
 create or replace function flowforge._unclaimed_delay(p_delay interval, p_redispatches bigint, p_served boolean) returns interval
 language sql immutable
 -- Twice as long each time: up to 32 times and an hour while somebody could claim, unless the pace says more; else up to a
@@ -38,32 +24,44 @@ as $$
 declare
     v_now timestamptz := flowforge._clock();
     v_ids bigint[];
+    v_room jsonb;
+    v_running bigint[];
     v_served bigint[];
     v_full bigint[];
     v_lost bigint[];
+    v_queue_ids bigint[];
     v_queue_id bigint;
 begin
     perform flowforge._check_count('max_rows', redispatch_lost.max_rows);
-    -- The pace of queues from which nothing is dispatched at present, so that a slow one is not taken for a lost one.
-    for v_queue_id in
-        select q.queue_id from flowforge.queue q
-        where (q.sampled_at between v_now - interval '1 s' and v_now) is not true
+    -- The pace of queues from which nothing is dispatched at present, so that a slow one is not taken for a lost one; those
+    -- looked at longest ago first.
+    v_queue_ids := array(select q.queue_id from flowforge.queue q
+        where ((q.sampled_at between v_now - interval '1 s' and v_now) is not true or q.stalled or q.drained_at <= v_now - q.redispatch_delay)
             and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched' limit 1)
-        for no key update of q skip locked
-    loop
+        order by q.sampled_at nulls first, q.queue_id limit 200
+        for no key update of q skip locked);
+    foreach v_queue_id in array v_queue_ids loop
         perform flowforge._sample_pace(v_queue_id, flowforge._in_window(v_queue_id), 0, v_now);
     end loop;
-    -- Walks the windows, which are bounded.
+    -- Walks the windows, which are bounded. What has been due longest first: no queue's large window hides another's.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.stage = 'dispatched' and tr.redispatch_at <= v_now
-        limit redispatch_lost.max_rows for no key update skip locked);
+        order by tr.redispatch_at limit redispatch_lost.max_rows for no key update skip locked);
+    if v_queue_ids <> '{}' or v_ids <> '{}' then
+        select w.v_room, w.v_running into v_room, v_running from flowforge._known_workers(v_now) w;
+    end if;
+    -- Of workers that do not announce themselves nothing is known but what they run.
+    update flowforge.queue q set stalled = not q.stalled
+    where q.queue_id = any (v_queue_ids) and q.stalled <> (q.sampled_window > 0 and q.drained_at <= v_now - q.redispatch_delay
+        and coalesce((v_room ->> q.name)::boolean, q.queue_id <> all (v_running)));
     if v_ids = '{}' then
         return 0;
     end if;
-    select coalesce(array_agg(u.queue_id) filter (where flowforge._is_served(u.queue_id, v_now)), '{}'),
-        coalesce(array_agg(u.queue_id) filter (where not flowforge._has_room(u.queue_id, v_now)), '{}')
+    select coalesce(array_agg(u.queue_id) filter (where v_room ? u.name), '{}'),
+        coalesce(array_agg(u.queue_id) filter (where not (v_room ->> u.name)::boolean), '{}')
     into v_served, v_full
-    from (select distinct tr.queue_id from flowforge.task_run tr where tr.task_run_id = any (v_ids)) u;
+    from (select d.queue_id, (select q.name from flowforge.queue q where q.queue_id = d.queue_id) as name
+          from (select distinct tr.queue_id from flowforge.task_run tr where tr.task_run_id = any (v_ids)) d) u;
     -- Not lost: an order that is still to be published, or one published only lately; an hour while no worker has room.
     v_lost := array(
         select tr.task_run_id from flowforge.task_run tr
@@ -88,11 +86,12 @@ begin
         perform flowforge._arm(v_lost, v_now);
         perform flowforge._wake_delivery();
     end if;
-    return cardinality(v_lost);
+    -- With as many as were asked for there may be more that are due.
+    return case when cardinality(v_ids) = redispatch_lost.max_rows then redispatch_lost.max_rows else cardinality(v_lost) end;
 end
 $$;
 comment on function flowforge.redispatch_lost(bigint) is
-    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times; in a queue without any known worker up to a day; an hour at least while all announced workers are full), or have no order at all. Answers how many. Raises WF001.';
+    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times; in a queue that no live worker has announced up to a day; an hour at least while all announced workers are full), or have no order at all. Answers how many; max_rows when there may be more to look at. Raises WF001.';
 
 create or replace function flowforge.redispatch(queue text) returns bigint
 language plpgsql volatile security definer

@@ -1,8 +1,8 @@
 -- release_task_run, reap_expired_leases: a running task run is given back, by its worker or by the scheduler.
 --
--- Both lock only running task runs (release: under the token; the reaper: expired ones, skipping locked), then outbox
--- rows (skipping locked). The dispatch id stays: the same attempt is offered again. Release is safe to repeat (answers
--- fenced), reaping too. Raise WF001.
+-- Both lock only running task runs (release: under the token; the reaper, after the scheduler's row: expired ones, skipping
+-- locked), then outbox rows (skipping locked). The dispatch id stays: the same attempt is offered again. Release is safe to
+-- repeat (answers fenced), reaping too. Raise WF001.
 
 create or replace function flowforge._arm(p_task_run_ids bigint[], p_now timestamptz) returns void
 language plpgsql volatile
@@ -74,10 +74,12 @@ begin
         -- held together has killed it, nobody knows: then they come back apart, or they would all die of it again.
         coalesce(p_delays, array_agg(case when tr.reaps = 0 then interval '0'
             else make_interval(secs => least(300, 5 * power(2, least(tr.reaps - 1, 10)::double precision))
-                + random() * least(300, extract(epoch from tr.lease_length)::double precision * (cardinality(p_task_run_ids) - 1)))
+                + random() * least(300, extract(epoch from tr.lease_length)::double precision * (tr.held - 1)))
             end order by tr.task_run_id))
     into v_states, v_delays
-    from flowforge.task_run tr where tr.task_run_id = any (p_task_run_ids);
+    from (
+        select tr.task_run_id, tr.run_id, tr.task_id, tr.reaps, tr.lease_length, count(*) over (partition by tr.lease_owner) as held
+        from flowforge.task_run tr where tr.task_run_id = any (p_task_run_ids)) tr;
 
     if p_outcome is not null then
         insert into flowforge.attempt (task_run_id, attempt, fencing_token, dispatch_id, outcome, answered, owner, started_at, ended_at, error)
@@ -156,12 +158,16 @@ begin
         else
             perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false,
                 array[least(interval '60 s', greatest(interval '1 s', (v_now - v_unknown_since) / 2 * (1 + random() / 4)))], v_now);
-            -- Nobody has begun it: the time that it may wait for its start goes on.
-            update flowforge.task_run tr set unknown_handler_since = v_unknown_since, start_deadline = v_start_deadline
+            update flowforge.task_run tr set unknown_handler_since = v_unknown_since
             where tr.task_run_id = release_task_run.task_run_id and tr.state = 'ready';
         end if;
     else
         perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false, array[interval '0'], v_now);
+    end if;
+    if release_task_run.reason in ('unstarted', 'unknown_handler') then
+        -- Nobody has begun it: the time that it may wait for its start goes on.
+        update flowforge.task_run tr set start_deadline = v_start_deadline
+        where tr.task_run_id = release_task_run.task_run_id and tr.state = 'ready';
     end if;
     select tr.state into v_state from flowforge.task_run tr where tr.task_run_id = release_task_run.task_run_id;
     if v_state in ('cancelled', 'failed') then
@@ -174,7 +180,10 @@ $$;
 comment on function flowforge.release_task_run(bigint, bigint, text) is
     'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (not counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
 
-create or replace function flowforge._tick_reaper(out v_gap_ended_at timestamptz, out v_previous_ended_at timestamptz)
+-- Of the release before, with other columns.
+drop function if exists flowforge._tick_reaper();
+
+create or replace function flowforge._store_tick() returns tstzmultirange
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -183,27 +192,50 @@ declare
     v_last record;
     v_since interval;
     v_is_gap boolean;
+    v_gaps tstzmultirange;
 begin
-    select s.reaper_ticked_at as at, s.reaper_period as period, s.gap_ended_at, s.previous_gap_ended_at
-    into v_last from flowforge.scheduler s for no key update;
+    select s.reaper_ticked_at as at, s.reaper_period as period, s.gaps into v_last from flowforge.scheduler s for no key update;
     v_now := flowforge._clock();
     v_since := greatest(v_now - v_last.at, '0');
-    v_is_gap := v_since > greatest(interval '10 s', 3 * v_last.period);
-    v_gap_ended_at := case when v_is_gap then v_now else v_last.gap_ended_at end;
-    v_previous_ended_at := case when v_is_gap then v_last.gap_ended_at else v_last.previous_gap_ended_at end;
-    -- Of a clock that was ahead for a while.
-    if v_gap_ended_at > v_now then
-        v_gap_ended_at := null;
+    v_is_gap := coalesce(v_since > greatest(interval '10 s', 3 * v_last.period), false);
+    -- The first 3 s of a gap count as time like any other, which keeps one gap apart from the next. What a clock wrote that
+    -- was ahead is forgotten, and all but the last twenty.
+    v_gaps := v_last.gaps * tstzmultirange(tstzrange(null, v_now));
+    if v_is_gap then
+        v_gaps := v_gaps + tstzmultirange(tstzrange(v_last.at + interval '3 s', v_now));
     end if;
-    -- Schedulers that tick slowly, some of several too, make no gaps: what they are used to is forgotten slowly.
+    v_gaps := coalesce((select range_agg(g.gap) from (select u.gap from unnest(v_gaps) u (gap) order by u.gap desc limit 20) g), '{}');
+    -- Schedulers that tick slowly need a longer pause to make a gap: what they are used to is forgotten slowly.
     update flowforge.scheduler s
-    set reaper_ticked_at = v_now, gap_ended_at = v_gap_ended_at, previous_gap_ended_at = v_previous_ended_at,
+    set reaper_ticked_at = v_now, gaps = v_gaps,
         reaper_period = greatest(case when v_is_gap then '0' else v_since end, v_last.period * 0.9, '0')
     where s.one_row;
+    return v_gaps;
 end
 $$;
-comment on function flowforge._tick_reaper() is
-    'Stores a tick of the reaper and answers when the last gap in them ended, and the one before. Holds the scheduler''s row: reapers come one at a time.';
+comment on function flowforge._store_tick() is
+    'Stores a tick of the reaper and answers when there were none, in the last twenty gaps of more than 10 s. Holds the scheduler''s row: reapers come one at a time.';
+
+create or replace function flowforge._is_spared(
+    p_lease_expires_at timestamptz, p_lease_length interval, p_gaps tstzmultirange, p_now timestamptz) returns boolean
+language plpgsql immutable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    v_since timestamptz;
+begin
+    -- The end of the gap in which it ran out; of the last one, for what ran out after it.
+    v_since := coalesce((select min(upper(u.gap)) from unnest(p_gaps) u (gap) where upper(u.gap) >= p_lease_expires_at), upper(p_gaps));
+    -- Its own length from then on, in which later gaps do not count; where there are ever more of them, three lengths of any
+    -- time will do.
+    return p_now < v_since + 3 * p_lease_length
+        and p_now - v_since - (
+            select coalesce(sum(upper(u.gap) - lower(u.gap)), '0') from unnest(p_gaps * tstzmultirange(tstzrange(v_since, p_now))) u (gap))
+            < p_lease_length;
+end
+$$;
+comment on function flowforge._is_spared(timestamptz, interval, tstzmultirange, timestamptz) is
+    'Whether the owner of an expired lease has yet to be given time to renew it, since nobody ticked for a while: the lease''s own length from the end of that gap. Null: there was no gap.';
 
 create or replace function flowforge.reap_expired_leases(max_rows bigint default 500, one_by_one boolean default false) returns bigint
 language plpgsql volatile security definer
@@ -213,24 +245,21 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
-    v_gap record;
+    v_gaps tstzmultirange;
     v_now timestamptz;
     v_ids bigint[];
     v_reaped bigint := 0;
     v_task_run_id bigint;
 begin
     perform flowforge._check_count('max_rows', reap_expired_leases.max_rows);
-    v_gap := flowforge._tick_reaper();
+    v_gaps := flowforge._store_tick();
     v_now := flowforge._clock();
     -- While nobody reaped, the database or the network may have been away, and workers could not renew: whoever held a
-    -- lease has its own length anew, once, but not past its time limit. What had run out by the end of the gap before has
-    -- had that.
+    -- lease has its own length anew, once, but not past its time limit. One by one, others come each time, lest those that raise are always the same.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.lease_expires_at <= v_now
-            and ((v_gap.v_gap_ended_at + tr.lease_length > v_now and (tr.lease_expires_at <= v_gap.v_previous_ended_at) is not true)
-                    is not true
-                or tr.deadline <= v_now)
-        order by tr.lease_expires_at
+            and (flowforge._is_spared(tr.lease_expires_at, tr.lease_length, v_gaps, v_now) is not true or tr.deadline <= v_now)
+        order by case when reap_expired_leases.one_by_one then random() end, tr.lease_expires_at
         limit reap_expired_leases.max_rows for no key update skip locked);
     if v_ids = '{}' then
         return 0;
@@ -251,7 +280,7 @@ begin
 end
 $$;
 comment on function flowforge.reap_expired_leases(bigint, boolean) is
-    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap of more than 10 s in its own ticks every lease has its own length anew, from the first tick after the gap, unless it had run out in a gap before. one_by_one: after an error, so that what raises is warned of and holds up nothing else. Answers how many it took. Raises WF001.';
+    'Takes task runs back whose lease has run out: cancelled in a cancelled run; a timed-out attempt past the time limit; else ready again under the same dispatch id, or failed beyond max_reaps. After a gap in its own ticks (more than 10 s, and than three of its recent ones) every lease has its own length anew, once, from the first tick after the gap; later gaps are no part of that, up to three times its length. one_by_one: after an error, so that what raises is warned of and holds up nothing else. Answers how many it took. Raises WF001.';
 
 create or replace function flowforge._reap(p_task_run_ids bigint[], p_now timestamptz) returns bigint
 language plpgsql volatile

@@ -222,6 +222,8 @@ declare
     v_run_ids bigint[];
     v_run_id bigint;
     v_share bigint;
+    v_left bigint;
+    v_ids bigint[];
     v_settled bigint := 0;
 begin
     perform flowforge._require_read_committed('settle_finished');
@@ -245,12 +247,25 @@ begin
     -- waited for; it comes next time. No run has more than its share, so that a wide one does not hold up the hops of others.
     v_share := greatest(1, settle_finished.max_rows / greatest(1, cardinality(v_run_ids)));
     if not settle_finished.one_by_one then
-        return flowforge._settle_locked(array(
+        v_ids := array(
             select l.task_run_id from unnest(v_run_ids) u (run_id)
             cross join lateral (select tr.task_run_id from flowforge.task_run tr
                 where tr.run_id = u.run_id and tr.stage = 'unsettled'
                 order by tr.task_run_id limit v_share for no key update skip locked) l
-            limit settle_finished.max_rows), settle_finished.max_rows);
+            limit settle_finished.max_rows);
+        -- What others leave of their shares goes to those that have more.
+        v_left := settle_finished.max_rows - cardinality(v_ids);
+        if v_left > 0 and cardinality(v_run_ids) > 1 then
+            v_ids := v_ids || array(
+                select l.task_run_id from (
+                    select tr.run_id, max(tr.task_run_id) as last from flowforge.task_run tr
+                    where tr.task_run_id = any (v_ids) group by tr.run_id having count(*) = v_share order by tr.run_id) u
+                cross join lateral (select tr.task_run_id from flowforge.task_run tr
+                    where tr.run_id = u.run_id and tr.stage = 'unsettled' and tr.task_run_id > u.last
+                    order by tr.task_run_id limit v_left for no key update skip locked) l
+                limit v_left);
+        end if;
+        return flowforge._settle_locked(v_ids, settle_finished.max_rows);
     end if;
     foreach v_run_id in array coalesce(v_run_ids, '{}') loop
         begin
@@ -282,7 +297,9 @@ begin
     perform flowforge._require_read_committed('expand_map');
     v_ids := array(
         select c.task_run_id
-        from (select tr.task_run_id, tr.run_id from flowforge.task_run tr where tr.stage = 'expand' order by tr.task_run_id) c
+        from (select tr.task_run_id, tr.run_id from flowforge.task_run tr where tr.stage = 'expand'
+              -- One by one, others come each time, lest those that raise are always the same.
+              order by case when expand_map.one_by_one then random() end, tr.task_run_id) c
         cross join lateral (select r.run_id from flowforge.run r where r.run_id = c.run_id for no key update skip locked) l
         limit case when expand_map.one_by_one then 100 else 1 end);
     if not expand_map.one_by_one then

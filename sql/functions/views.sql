@@ -50,8 +50,9 @@ comment on column flowforge.workflow_version_status.definition is 'The normalise
 create or replace view flowforge.run_status as
 select r.run_id, w.name as workflow, wv.version,
     case when r.state <> 'running' then r.state::text
-        when not exists (
-            select from flowforge.task_run tr where tr.run_id = r.run_id and (tr.state <> 'pending' or tr.fencing_token > 0)) then 'pending'
+        -- Not exists (…): that may be hashed, which reads all there is.
+        when (select true from flowforge.task_run tr
+              where tr.run_id = r.run_id and (tr.state <> 'pending' or tr.fencing_token > 0) limit 1) is null then 'pending'
         when r.cancel_requested_at is not null then 'cancelling' else 'running' end as state,
     r.priority, r.labels, r.idempotency_key, r.created_at, r.finished_at, coalesce(r.finished_at, flowforge._reading()) - r.created_at as duration,
     r.cancel_requested_at, r.cancel_reason, r.unsettled,
@@ -197,10 +198,11 @@ create or replace view flowforge.dead_letters as
 select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, q.name as queue, t.handler, tr.attempt,
     tr.reaps, case when tr.state = 'failed' then tr.finished_at end as finished_at, tr.last_owner as worker, tr.error
 from flowforge.task_run tr
-join flowforge.run r on r.run_id = tr.run_id
-join flowforge.workflow w on w.workflow_id = r.workflow_id
-join flowforge.task t on t.task_id = tr.task_id
-join flowforge.queue q on q.queue_id = tr.queue_id
+-- Step by step from each: joined, all runs that there are may be read.
+cross join lateral (select w.name from flowforge.run r join flowforge.workflow w on w.workflow_id = r.workflow_id
+    where r.run_id = tr.run_id limit 1) w
+cross join lateral (select t.name, t.handler from flowforge.task t where t.task_id = tr.task_id limit 1) t
+cross join lateral (select q.name from flowforge.queue q where q.queue_id = tr.queue_id limit 1) q
 where case when tr.state = 'failed' then tr.finished_at end is not null and (
     select true from flowforge.task_run e
     where tr.map_index is null and e.run_id = tr.run_id and e.task_id = tr.task_id and e.map_index >= 0 and e.generation = tr.generation

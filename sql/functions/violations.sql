@@ -105,7 +105,12 @@ begin
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'reoffered'
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'dispatched'
             union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.stage = 'unsettled'
-            union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.lease_expires_at is not null) tr
+            union all select e.run_id, e.task_run_id, e.state from flowforge.task_run e where e.lease_expires_at is not null
+            -- Of what still waits for others there is no index: in the runs that ended last.
+            union all select e.run_id, e.task_run_id, e.state
+            from (select r.run_id from flowforge.run r where r.finished_at is not null order by r.finished_at desc limit 50) r
+            cross join lateral (select e.run_id, e.task_run_id, e.state from flowforge.task_run e
+                where e.run_id = r.run_id and e.stage = 'blocked' offset 0) e) tr
         cross join lateral (select r.finished_at from flowforge.run r where r.run_id = tr.run_id limit 1) r
         where r.finished_at is not null;
     -- G3: whoever runs holds a lease.

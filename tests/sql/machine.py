@@ -36,7 +36,7 @@ CLEAN = """
     delete from flowforge.task_run; delete from flowforge.run; delete from flowforge.task_dependency;
     delete from flowforge.task; delete from flowforge.workflow_version; delete from flowforge.workflow;
     delete from flowforge.queue; update flowforge.scheduler set asleep = false, reaper_ticked_at = null,
-        reaper_period = '0', gap_ended_at = null, previous_gap_ended_at = null;
+        reaper_period = '0', gaps = '{}';
     select setseed(0);
 """
 ROWS = """

@@ -44,8 +44,7 @@ class Model:
         self.windows: dict[str, int | None] = {}  # None: the default
         self.reaper_tick: datetime | None = None
         self.reaper_period = timedelta()
-        self.gap_before: datetime | None = None
-        self.gap_end: datetime | None = None
+        self.gaps: list[tuple[datetime, datetime]] = []
         self.max_width = max_width
         self.dispatch_ids: set[UUID] = set()
 
@@ -235,10 +234,11 @@ class Model:
             self.arm(row)
 
     def reap(self) -> int:
-        """After a gap in its ticks each lease has its length anew, unless the last had given it that."""
+        """After a gap in its ticks each lease has its length anew, in which other gaps do not count."""
         since = self.now - self.reaper_tick if self.reaper_tick else timedelta()
         if since > max(REAPER_GAP, 3 * self.reaper_period):
-            self.gap_before, self.gap_end = self.gap_end, self.now
+            assert self.reaper_tick is not None
+            self.gaps.append((self.reaper_tick + timedelta(seconds=3), self.now))
             since = timedelta()
         self.reaper_tick = self.now
         self.reaper_period = max(since, self.reaper_period * 0.9)
@@ -253,11 +253,13 @@ class Model:
     def _is_lost(self, row: TaskRun) -> bool:
         assert row.lease is not None
         assert row.lease_end is not None
-        spared = (
-            self.gap_end is not None
-            and self.gap_end + row.lease > self.now
-            and not (self.gap_before is not None and row.lease_end <= self.gap_before)
-        )
+        spared = False
+        if self.gaps:
+            begun = min(row.lease_end, self.gaps[-1][1])
+            without = sum(
+                (max(end - max(start, begun), timedelta()) for start, end in self.gaps), timedelta()
+            )
+            spared = row.lease > self.now - begun - without
         over = row.deadline is not None and row.deadline <= self.now
         return row.lease_end <= self.now and (over or not spared)
 

@@ -115,7 +115,11 @@ def batch_claim_fail_leftovers(lab: Laboratory) -> Body:
     ]
     assert sorted([first[0], second[0]]) == ["claimed", "running"]
     yield None
-    assert run.states() == {"a": "failed" if failed else "cancelled", "b": "cancelled", "c": "cancelled"}
+    # What a claim held was passed over by both, and comes to its end by the one or the other.
+    lab.value("update flowforge.run set cancel_sweep_at = null where run_id = %s returning true", run.id)
+    lab.value("select flowforge.cancel_leftovers()")
+    assert run["a"].state in ({"failed"} if failed else {"failed", "cancelled"})
+    assert (run["b"].state, run["c"].state) == ("cancelled", "cancelled")
 
 
 def _retry_between_its_locks(lab: Laboratory, enabled: list[int]) -> int:

@@ -19,9 +19,7 @@ def test_however_slow_a_queue_is_nothing_waits_for_more_than_a_day(engine: Engin
 
 
 def test_a_worker_with_room_is_one_that_lives_and_runs_less_than_it_could(engine: Engine) -> None:
-    room = (
-        "select flowforge._has_room(queue_id, flowforge._clock()) from flowforge.queue where name = 'default'"
-    )
+    room = "select (v_room -> 'default')::boolean from flowforge._known_workers(flowforge._clock())"
     engine.start(*(task(f"t{i}", lease=3600) for i in range(4)))
     assert engine.value(room) is None
     engine.call("announce_worker", "gone", ["default"], 10)

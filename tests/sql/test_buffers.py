@@ -153,6 +153,7 @@ def measured(connection: Connection, *inserts: str, count: int, sources: dict[st
         connection.execute("set local session_replication_role = replica")
         for insert in inserts:
             connection.execute(insert, (count,) if "%s" in insert else None)
+    connection.execute("select flowforge.trigger('idle')")
     connection.execute("vacuum (analyze) flowforge.run")
     connection.execute("vacuum (analyze) flowforge.task_run")
     meter = Meter(connection)
@@ -169,6 +170,11 @@ def pages(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[dict[st
         connection.execute("alter table flowforge.run disable trigger user")
         connection.execute("alter table flowforge.task_run disable trigger user")
         connection.execute("select flowforge.define_workflow(%s)", (Jsonb(WORKFLOW),))
+        # A page of runs has one that has begun nothing yet; much memory tempts into hashing all there is.
+        connection.execute("set work_mem = '64MB'")
+        idle = {"name": "idle", "tasks": [{"name": "a", "queue": "idle"}]}
+        connection.execute("select flowforge.define_workflow(%s)", (Jsonb(idle),))
+        connection.execute("select flowforge.pause_queue('idle')")
         # Views of workers look at what each of them runs.
         connection.execute("select flowforge.announce_worker('w', '{default}', 50)")
         always = IDLE | VIEWS

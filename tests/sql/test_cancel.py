@@ -208,3 +208,18 @@ def test_a_failure_before_the_cancel_is_not_covered_up(engine: Engine) -> None:
     engine.call("cancel_run", run_id)
     assert engine.states(run_id) == {"a": "failed", "b": "cancelled"}
     assert (engine.run_state(run_id), engine.task_run(run_id, "a").error) == ("cancelled", "boom")
+
+
+def test_a_leftover_that_somebody_has_locked_holds_up_no_other(db: Database, committing: Engine) -> None:
+    """It is passed over, and nothing is waited for: the scheduler does all its work in one loop."""
+    committing.define(task("a"))
+    runs = [committing.trigger() for _ in range(3)]
+    committing.schedule()
+    committing.rows("update flowforge.run set cancel_requested_at = flowforge._clock()")
+    with db.connect(autocommit=False) as other:
+        other.execute("select from flowforge.task_run where run_id = %s for update", [runs[0]])
+        committing.rows("set lock_timeout = '1 s'")
+        assert committing.call("cancel_leftovers") == 2
+    committing.advance("1 minute")
+    assert committing.call("cancel_leftovers") == 1
+    assert [committing.run_state(run) for run in runs] == ["cancelled"] * 3

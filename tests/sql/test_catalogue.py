@@ -23,7 +23,14 @@ CREATE = re.compile(
 HEADS = {match["name"]: match["head"] for text in FILES.values() for match in CREATE.finditer(text)}
 
 # Constants and predicates over their arguments alone: pinning would stop them from being inlined.
-UNPINNED = {"_bytes", "_clock", "_position", "_rule_met", "_unclaimed_delay", "schema_version"}
+UNPINNED = {
+    "_bytes",
+    "_clock",
+    "_position",
+    "_rule_met",
+    "_unclaimed_delay",
+    "schema_version",
+}
 # Public, but reads nothing.
 INVOKER = {"schema_version"}
 # Sizes of arrays, which cannot exceed an int4.

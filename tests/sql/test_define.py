@@ -318,3 +318,13 @@ def test_twenty_stacked_diamonds(engine: Engine) -> None:
     engine.drive()
     assert set(engine.states(run_id).values()) == {"succeeded"}
     assert engine.run_state(run_id) == "succeeded"
+
+
+def test_there_are_no_more_queues_than_are_allowed(engine: Engine) -> None:
+    """Each costs the scheduler a look."""
+    engine.call("set_limit", "max_queues", 3)
+    engine.define(*(task(f"t{i}", queue=f"q{i}") for i in range(3)))
+    spec = {"name": "more", "tasks": [task("a", queue="q0"), task("b", queue="q3")]}
+    with engine.refuses("WF005", "more than 3 queues", "more"):
+        engine.call("define_workflow", spec)
+    engine.define(task("a", queue="q2"), name="more")

@@ -284,3 +284,36 @@ def test_what_nobody_can_run_at_present_does_not_take_the_backlog_out_of_line(en
     engine.advance("1 min")
     engine.schedule()
     assert len(engine.claim_next()) == 20
+
+
+def test_what_is_to_be_offered_again_later_leaves_its_place_to_others(engine: Engine) -> None:
+    """However much of it there is: here workers have died of two windows of task runs, twice each."""
+    engine.define(*(task(f"t{i}", lease=1) for i in range(40)))
+    engine.call("configure_queue", "default", window_size=10)
+    engine.trigger()
+    for _ in range(8):
+        engine.schedule()
+        engine.claim_next()
+        engine.advance("2 s")
+        engine.reap()
+    assert engine.value("select reoffered from flowforge.queue_status") > 20
+    engine.define(task("urgent", priority=1000), name="urgent")
+    engine.trigger("urgent")
+    engine.schedule()
+    assert "urgent" in [claim.task for claim in engine.claim_next()]
+
+
+@pytest.mark.parametrize("stage", ["eligible", "dispatched"])
+def test_what_a_cancelled_run_has_left_takes_nobodys_place(engine: Engine, stage: str) -> None:
+    """It is cancelled soon; until then the next one goes."""
+    engine.define(task("a"))
+    engine.call("configure_queue", "default", window_size=1 if stage == "eligible" else 2)
+    first, second = engine.trigger(priority=5), engine.trigger()
+    if stage == "dispatched":
+        engine.call("dispatch_ready")
+    later = "cancel_sweep_at = flowforge._clock() + interval '1 minute'"
+    engine.rows(
+        f"update flowforge.run set cancel_requested_at = flowforge._clock(), {later} where run_id = %s", first
+    )
+    engine.call("dispatch_ready")
+    assert [claim.run_id for claim in engine.claim_next(1)] == [second]

@@ -73,7 +73,7 @@ PATHS = {
         "run_pkey(run_id) task_pkey(task_id) task_run_delayed(available_at) "
         "task_run_dispatched(queue_id) task_run_eligible(queue_id) task_run_reoffered(available_at) "
         "task_run_reoffered_of_queue(stage) update:run_pkey(run_id) "
-        "update:task_pkey(task_id) update:task_run_lease() update:task_run_pkey(task_run_id)"
+        "update:task_pkey(task_id) update:task_run_pkey(task_run_id)"
     ),
     "expand_map": (
         "run_pkey(run_id) task_pkey(task_id) task_run_expand() task_run_of_run(run_id,task_id,map_index) "
@@ -140,7 +140,8 @@ PATHS = {
         "run_pkey(run_id) task_dependency_downstream(upstream_task_id) task_dependency_pkey(task_id) "
         "task_pkey(task_id) task_run_of_run(run_id,task_id,map_index) "
         "task_run_of_run(run_id,task_id,map_index,generation) task_run_pkey(task_run_id) "
-        "task_run_unsettled() task_run_unsettled(run_id) update:run_pkey(run_id) "
+        "task_run_unsettled() task_run_unsettled(run_id) task_run_unsettled(run_id,task_run_id) "
+        "update:run_pkey(run_id) "
         "update:task_pkey(task_id) update:task_run_of_run(run_id,map_index) "
         "update:task_run_of_run(run_id,task_id,map_index,generation) update:task_run_pkey(task_run_id)"
     ),
@@ -287,7 +288,9 @@ class Tour:
             held[:1] = self.claim(deliveries[4:5])
         self.past("reaper_ticked_at", "true", "scheduler")
         self.call("reap_expired_leases()")
-        self.past("gap_ended_at", "true", "scheduler")
+        self.connection.execute(
+            'update flowforge.scheduler set gaps = \'{["2020-01-01 00:00", "2020-01-01 01:00")}\''
+        )
         self.past("lease_expires_at", "state = 'running'")
         self.past("deadline", f"task_run_id = {held[1][0]}")
         assert self.call("reap_expired_leases()") == [(2,)]

@@ -206,6 +206,46 @@ def test_a_worker_that_has_room_and_claims_nothing_tells_of_lost_messages(engine
     assert lost == 49
 
 
+def test_a_large_window_of_what_is_not_lost_hides_no_other_queue(engine: Engine) -> None:
+    """As much as one call looks at is not all that is due; and nothing of it is overdue."""
+    engine.define(*(task(f"t{i}", lease=36_000) for i in range(30)))
+    engine.call("configure_queue", "default", window_size=30)
+    engine.trigger()
+    engine.schedule()
+    engine.claim_next(1)
+    engine.define(task("lost", queue="other"), name="other")
+    engine.trigger("other")
+    engine.schedule()
+    publish(engine)
+    for _ in range(10):
+        engine.call("announce_worker", "worker", ["default"], 1)
+        engine.call("announce_worker", "idle", ["other"], 1)
+        engine.advance("10 s")
+        while engine.call("redispatch_lost", 3):  # as a scheduler does
+            pass
+        assert engine.rows("select * from flowforge.violations()") == []
+    armed = "select array_agg(queue) from flowforge.outbox where published_at is null"
+    assert engine.value(armed) == ["other"]
+
+
+def test_a_shorter_delay_holds_for_what_is_dispatched_already(engine: Engine) -> None:
+    engine.define(task("a"))
+    engine.call("configure_queue", "default", redispatch_delay="1 day")
+    engine.trigger()
+    engine.schedule()
+    publish(engine)
+    assert engine.call("configure_queue", "default", redispatch_delay="30 s") is True
+    engine.advance("31 s")
+    assert engine.call("redispatch_lost") == 1
+
+
+def test_who_has_not_been_seen_for_minutes_serves_no_queue(engine: Engine) -> None:
+    """The delay of a dead worker's queue goes on doubling."""
+    engine.start(task("a"))
+    engine.call("announce_worker", "worker", ["default"], 1)
+    assert gaps(engine, 8) == [30, 60, 120, 240, 480, 960, 1920, 3840]
+
+
 def test_an_operator_arms_a_whole_queue_at_once(engine: Engine) -> None:
     engine.start(task("a", queue="q"), task("b", queue="q"), task("c"))
     publish(engine)

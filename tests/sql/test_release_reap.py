@@ -1,5 +1,6 @@
 """release_task_run and reap_expired_leases: the same attempt is offered again, but not for ever."""
 
+import uuid
 from typing import Any
 
 import pytest
@@ -228,6 +229,37 @@ def test_what_a_worker_took_with_it_comes_back_apart(engine: Engine) -> None:
     assert 30 < engine.value(f"{spread} where state = 'ready'") < 300
 
 
+def test_what_each_worker_took_with_it_alone_comes_back_in_time(engine: Engine) -> None:
+    """However many died together, as of an outage: none is suspected of more than its own worker's death."""
+    engine.start(*(task(f"t{i}", lease=30) for i in range(20)))
+    for _ in range(2):
+        for number in range(20):
+            engine.table("claim_next", ["default"], f"worker {number}", uuid.uuid4(), "30 s", 1)
+        engine.advance("31 s")
+        assert engine.reap() == 20
+    wait = "select extract(epoch from max(available_at) - flowforge._clock()) from flowforge.task_run"
+    assert engine.value(wait) == 5
+
+
+def test_many_that_died_together_come_back_within_minutes(engine: Engine) -> None:
+    engine.start(*(task(f"t{i}", lease=300) for i in range(20)))
+    for _ in range(2):
+        engine.claim_next()
+        engine.advance("301 s")
+        assert engine.reap() == 20
+    wait = "select extract(epoch from max(available_at) - flowforge._clock()) from flowforge.task_run"
+    assert 60 < engine.value(wait) <= 305
+
+
+def test_time_to_start_goes_on_while_nobody_begins(engine: Engine) -> None:
+    run_id = engine.start(task("a", start_within=60))
+    for _ in range(7):
+        release(engine, engine.claim_one(), "unstarted")
+        engine.advance("9 s")
+    assert engine.call("fail_undeliverable") == 1
+    assert engine.task_run(run_id, "a").error == "not started within 60 s"
+
+
 def test_once_a_worker_knew_the_handler_the_minutes_start_anew(engine: Engine) -> None:
     engine.start(task("a"))
     release(engine, engine.claim_one(), "unknown_handler")
@@ -353,10 +385,10 @@ def test_a_scheduler_that_always_ticks_slowly_still_reaps(engine: Engine) -> Non
 
 @pytest.mark.parametrize(
     ("lease", "ticks", "pause", "hours"),
-    [(30, 10, "11 s", 0.1), (3600, 60, "50 minutes", 3)],
+    [(30, 10, "11 s", 0.1), (3600, 60, "50 minutes", 6)],
     ids=["every few seconds", "at each deploy"],
 )
-def test_gaps_that_come_again_and_again_spare_nobody_twice(
+def test_gaps_that_come_again_and_again_spare_nobody_for_ever(
     engine: Engine, lease: int, ticks: int, pause: str, hours: float
 ) -> None:
     engine.start(task("a", lease=lease))
@@ -422,7 +454,8 @@ def test_a_clock_that_was_ahead_for_a_moment_spares_nobody(engine: Engine) -> No
     assert taken == 1
 
 
-def test_two_schedulers_that_are_both_slow_make_no_gaps(engine: Engine) -> None:
+def test_two_schedulers_that_are_both_slow_still_reap(engine: Engine) -> None:
+    """Each of their pauses looks like an outage; three lengths of the lease will do all the same."""
     engine.start(task("a", lease=30))
     for _ in range(5):
         for pause in ("11 s", "0.1 s"):
@@ -430,11 +463,35 @@ def test_two_schedulers_that_are_both_slow_make_no_gaps(engine: Engine) -> None:
             engine.advance(pause)
     engine.claim_one()
     taken = []
-    for _ in range(4):
+    for _ in range(13):
         for pause in ("11 s", "0.1 s"):
             engine.advance(pause)
             taken.append(engine.call("reap_expired_leases"))
     assert sum(taken) == 1
+
+
+@pytest.mark.parametrize("uptime", [1, 8])
+@pytest.mark.parametrize("lease", [30, 1800])
+def test_an_outage_soon_after_another_leaves_the_time_to_renew(
+    engine: Engine, lease: int, uptime: int
+) -> None:
+    """A server that comes, and goes again before the workers have found it: what ran out is spared until
+    they had the time; then it is taken."""
+    engine.start(task("a", lease=lease))
+    outage(engine, 0)
+    engine.claim_one()
+    engine.advance(f"{lease - 1} s")
+    outage(engine, 60)
+    for _ in range(uptime):
+        assert engine.call("reap_expired_leases") == 0
+        engine.advance("1 s")
+    engine.advance("20 s")
+    # Of the second outage 3 s count.
+    for waited in range(lease - uptime - 3):
+        assert engine.call("reap_expired_leases") == 0, f"taken {waited} s after the second outage"
+        engine.advance("1 s")
+    engine.advance("1 s")
+    assert engine.call("reap_expired_leases") == 1
 
 
 def test_an_order_that_waits_out_a_back_off_does_not_serve_what_may_be_offered_now(engine: Engine) -> None:

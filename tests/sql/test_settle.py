@@ -138,7 +138,39 @@ def test_outputs_that_are_too_much_together_are_left_out(engine: Engine) -> None
     assert engine.row("select * from flowforge.run_result(%s)", run_id).outputs.keys() == {"a", "b"}
 
 
+def test_errors_that_are_too_much_together_are_cut(engine: Engine) -> None:
+    run_id = engine.start(task("a"), task("b"))
+    engine.call("set_limit", "max_claim_bytes", 1_048_576)
+    engine.call("set_limit", "max_error_chars", 1_000_000)
+    for claim in engine.claim_next():
+        engine.finish(claim, "failed", error="é" * 300_000)
+    engine.schedule()
+    row = engine.row("select * from flowforge.run_result(%s)", run_id)
+    assert (row.state, row.errors) == ("failed", {"a": "é" * 200, "b": "é" * 200})
+
+
 # Damage in one run
+
+
+def test_however_many_maps_cannot_be_expanded_the_next_one_is(engine: Engine) -> None:
+    engine.define(task("list"), task("m", map="list"))
+    runs = [engine.trigger() for _ in range(102)]
+    engine.call("configure_queue", "default", window_size=1000)
+    engine.schedule()
+    for claim in engine.claim_next():
+        query = "select flowforge.finish_task_run(%s, %s, 'succeeded', '[1]')"
+        engine.rows(query, claim.task_run_id, claim.fencing_token)
+    engine.call("settle_finished")
+    engine.sound = False
+    engine.rows(
+        """create function public.refuse() returns trigger language plpgsql as
+            'begin raise exception ''damaged''; end'"""
+    )
+    engine.rows(
+        f"""create trigger refuse before update or insert on flowforge.task_run for each row
+            when (new.run_id <> {runs[-1]}) execute function public.refuse()"""
+    )
+    assert any(engine.call("expand_map", one_by_one=True) for _ in range(100))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +237,18 @@ def test_wide_runs_do_not_hold_up_the_hops_of_others(
         pass
     engine.call("settle_finished", max_rows)
     assert engine.task_run(narrow, "b").stage == "eligible"
+
+
+def test_what_others_leave_of_their_shares_goes_to_a_wide_run(engine: Engine) -> None:
+    engine.define(*(task(f"t{i}") for i in range(100)), name="wide")
+    engine.trigger("wide")
+    engine.define(task("a"))
+    for _ in range(9):
+        engine.trigger()
+    engine.call("configure_queue", "default", window_size=1000)
+    engine.schedule()
+    engine.work()
+    assert [engine.call("settle_finished", 50) for _ in range(3)] == [50, 50, 9]
 
 
 # Isolation: what locks and then reads needs to see what was committed meanwhile.

@@ -93,7 +93,7 @@ def test_damage_is_seen(engine: Engine, damage: str, rules: set[str]) -> None:
 @pytest.mark.parametrize(
     ("state", "stage"),
     [
-        *(("pending", stage) for stage in ("eligible", "delayed", "expand")),
+        *(("pending", stage) for stage in ("eligible", "delayed", "expand", "blocked")),
         *(("ready", "dispatched"), ("succeeded", "unsettled")),
     ],
 )
