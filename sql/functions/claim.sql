@@ -232,7 +232,7 @@ begin
 end
 $$;
 comment on function flowforge.claim_task_run(bigint, uuid, text, uuid, interval) is
-    'Claims one task run by its message; see claim_task_runs.';
+    'Claims one task run by its message: one row, as claim_task_runs answers it. Raises WF001, WF005.';
 
 create or replace function flowforge.claim_next(
     queues text[], worker text, claim_id uuid, lease interval, max_rows bigint default 1)

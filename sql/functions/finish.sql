@@ -203,4 +203,4 @@ begin
 end
 $$;
 comment on function flowforge.finish_task_run(bigint, bigint, text, jsonb, text, boolean) is
-    'Finishes one execution under its token: accepted, repeated or fenced; see finish_task_runs.';
+    'Finishes one execution under its token: accepted, repeated or fenced, as finish_task_runs answers it. Raises WF001, WF005, WF007.';

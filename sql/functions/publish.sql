@@ -29,7 +29,7 @@ begin
 end
 $$;
 comment on function flowforge.fetch_outbox(bigint) is
-    'Orders to publish now, locked until the transaction ends; never those of a cancelled run or of a dispatch that moved on. Raises WF001.';
+    'Up to max_rows orders to publish now, the oldest first, locked until the transaction ends; never those of a cancelled run or of a dispatch that moved on. dispatch_id is the message_id; tries: how often the broker has refused it. Raises WF001.';
 
 create or replace function flowforge.mark_published(outbox_ids bigint[]) returns bigint
 language plpgsql volatile security definer

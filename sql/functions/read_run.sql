@@ -43,7 +43,7 @@ begin
 end
 $$;
 comment on function flowforge.run_result(bigint) is
-    'State of a run and, once it has ended, outputs of its succeeded last tasks (those nothing depends on) and errors of its failed ones, by task name; outputs is null when they are more than max_claim_bytes together: then ask task_output for each. Errors that are more together are cut to 200 characters each. Raises WF002.';
+    'State of a run (running, succeeded, failed or cancelled) and, once it has ended, outputs of its succeeded last tasks (those nothing depends on) and errors of its failed ones, by task name; outputs is null when they are more than max_claim_bytes together: then ask task_output for each. Errors that are more together are cut to 200 characters each. Raises WF002.';
 
 create or replace function flowforge.task_output(run_id bigint, task text) returns jsonb
 language plpgsql stable security definer
@@ -71,4 +71,4 @@ begin
 end
 $$;
 comment on function flowforge.task_output(bigint, text) is
-    'Output of a task of a run; null while it has not succeeded. Raises WF002.';
+    'Output of a task of a run, of a map those of its elements in order; null while it has not succeeded. Raises WF002.';

@@ -281,4 +281,4 @@ begin
 end
 $$;
 comment on function flowforge.retry_run(bigint, text, text) is
-    'Runs a part of a run again: without from_task what failed or was cancelled and what was skipped because of it, else that task and everything below it. Attempt numbers go on; budgets of attempts and reaps start anew. Answers how many task runs were reset (0: nothing to retry); the same request_id answers the same. Raises WF002 (run or task), WF004 (the request_id was used with another from_task), WF007 (something concerned is ready or running, a map under way, the run being cancelled), WF008.';
+    'Runs a part of a run again: without from_task what failed or was cancelled and what was skipped because of it, else that task and everything below it. Attempt numbers go on; budgets of attempts and reaps start anew. Answers how many task runs were reset (0: nothing to retry); the same request_id answers the same. Raises WF001 or WF005 (request_id is no name, or too long), WF002 (run or task), WF004 (the request_id was used with another from_task), WF007 (something concerned is ready or running, a map under way, the run being cancelled), WF008.';

@@ -133,7 +133,7 @@ begin
 end
 $$;
 comment on function flowforge.trigger(text, jsonb, text, bigint, bigint, interval, jsonb) is
-    'Creates a run of a workflow and answers its run_id. With an idempotency_key, the same key and input answer the same run for as long as that run is not pruned. delay: before anything of it is dispatched. Raises WF001, WF002 (no such workflow or version), WF004 (key reused with other input), WF005 (a limit).';
+    'Creates a run of a workflow and answers its run_id. With an idempotency_key, the same key and input answer the same run for as long as that run is not pruned. priority is added to that of each task. delay: before anything of it is dispatched. labels: an object, kept with the run for people. Raises WF001, WF002 (no such workflow or version), WF004 (key reused with other input), WF005 (a limit), 40001 (the run that held the key has just been pruned: repeat the call).';
 
 create or replace function flowforge.trigger_many(workflow text, inputs jsonb[], idempotency_keys text[] default null)
 returns bigint[]
@@ -161,4 +161,4 @@ begin
 end
 $$;
 comment on function flowforge.trigger_many(text, jsonb[], text[]) is
-    'Creates one run for each input and answers the run ids in the order of the inputs. Raises as trigger does; then none is created.';
+    'Creates one run for each input and answers the run ids in the order of the inputs. Raises WF001, WF002, WF004, WF005, 40001, as trigger does; then none is created.';

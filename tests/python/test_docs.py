@@ -12,7 +12,7 @@ import pytest
 from flowforge import Client, Context, Workflow
 from flowforge.cli import cli
 from flowforge.config import Config
-from tests.python import settings
+from tests.python import commands, settings
 from tests.python.workbench import Bench
 from tests.services.database import Database
 
@@ -146,7 +146,13 @@ def test_the_guide_to_python_names_all_there_is() -> None:
         assert name.startswith("_") or re.search(rf"`ctx\.{name}\b", text), name
 
 
+def test_the_page_of_commands_is_current() -> None:
+    """After changing a command: ./dev run python -m tests.python.commands"""
+    assert commands.PAGE.read_text() == commands.page()
+
+
 def test_the_page_of_settings_is_current() -> None:
+    """After changing a setting: ./dev run python -m tests.python.settings"""
     assert settings.PAGE.read_text() == settings.page()
 
 
