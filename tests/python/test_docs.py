@@ -41,6 +41,24 @@ def test_links_and_named_files_exist(page: Path) -> None:
         assert (ROOT / name).exists(), name
 
 
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = [page.relative_to(ROOT / "docs") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    left_out = [str(page) for page in pages if f"({page})" not in index and page.parent.name != "adr"]
+    assert left_out == ["README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_exist(page: Path) -> None:
+    """As GitHub makes them of headings."""
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        headings = re.findall(
+            r"^#+ (.*)", (page.parent / target if target else page).read_text(), re.MULTILINE
+        )
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{target}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
     for command in re.findall(r"`(?:\$ )?flowforge ([a-z]+)", page.read_text()):
