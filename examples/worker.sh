@@ -1,75 +1,94 @@
 #!/bin/sh
-# A worker in shell: psql and nothing else. It takes dispatches from PostgreSQL (claim_next), renews its lease while a
-# handler runs, and finishes under its token. Usage, with a login that is a member of flowforge_worker:
+# A worker in shell: psql and nothing else. It takes dispatches from PostgreSQL (claim_next), one at a time, renews its
+# lease while a handler runs, and finishes under its token. A handler is a program in the directory HANDLERS, by its name:
+# it reads {"input": …, "upstream": …, "item": …}, prints its output as JSON, and fails by its exit code, with what it
+# prints as an error. With a login that is a member of flowforge_worker:
 #
-#     PGHOST=… PGUSER=… PGDATABASE=… ./worker.sh [QUEUE]
+#     PGHOST=… PGUSER=… PGDATABASE=… FLOWFORGE_QUEUES=default ./worker.sh HANDLERS
 #
 # What any worker has to do is in docs/worker-protocol.md.
 set -u
-queue=${1:-default}
+handlers=$1
 worker="$(hostname):$$"
-lease=${LEASE:-30} # seconds
-ended=           # by SIGTERM: finish what runs, take nothing new
+scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
+ended= # by SIGTERM: give back what runs, take nothing new
 trap 'ended=yes' TERM INT
 
-# A handler: the name in $1, the run's input on standard input; the output, as JSON, on standard output.
-handle() {
-    case $1 in
-        shell.words) wc -w | tr -d ' ' ;;
-        shell.sleep) sleep 3600 ;;
-        shell.fail) echo 'nothing to be done' >&2 && return 1 ;;
-        *) return 127 ;;
-    esac
-}
-
-# One statement of standard input, repeated until it is answered: every call here is safe to repeat as it is.
+# One statement of standard input, repeated until it is answered: every call here is safe to repeat as it is. Fails when
+# the statement is refused for its values (22…, WF…), which is for good.
 ask() {
     statement=$(cat)
-    until printf '%s\n' "$statement" | psql -XqAt -F '	' -v ON_ERROR_STOP=1 -v queue="$queue" -v worker="$worker" "$@"; do
+    until printf '%s\n' "$statement" | psql -XqAt -F '	' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate "$@" 2>"$scratch/refusal"; do
+        cat "$scratch/refusal" >&2
+        if grep -qE 'ERROR: +(22|WF)' "$scratch/refusal"; then return 1; fi
         sleep 1
     done
 }
 
-run() { # task run, token, handler, input
-    output=$(mktemp) && errors=$(mktemp)
-    printf '%s' "$4" | handle "$3" >"$output" 2>"$errors" &
-    handler=$! renewed=$(date +%s)
-    while kill -0 $handler 2>/dev/null; do
+release() { # reason
+    echo "select flowforge.release_task_run(:id, :token, :'reason');" | ask -v id="$id" -v token="$token" -v reason="$1"
+}
+
+# Outcome, whether another attempt is of use. Output and error come by way of files: what stands in a program's arguments
+# can be seen by others.
+finish() {
+    ask -v id="$id" -v token="$token" -v outcome="$1" -v retryable="$2" <<END
+\\set output \`cat $scratch/output\`
+\\set error \`cat $scratch/error\`
+select flowforge.finish_task_run(:id, :token, :'outcome', (case :'outcome' when 'succeeded' then :'output' end)::jsonb,
+    nullif(:'error', ''), :'retryable');
+END
+}
+
+run() { # of the task run $id under $token: seconds of the lease, seconds of the time limit, handler, what it gets
+    if [ -n "$ended" ]; then release unstarted && return; fi
+    case $3 in */* | .*) false ;; *) [ -x "$handlers/$3" ] ;; esac || { release unknown_handler; return; }
+    printf '%s\n' "$4" >"$scratch/task"
+    setsid "$handlers/$3" <"$scratch/task" >"$scratch/output" 2>"$scratch/error" &
+    handler=$! why= begun=$(date +%s) renewed=$(date +%s)
+    while [ -z "$why" ] && kill -0 $handler 2>/dev/null; do
         sleep 0.1
-        if [ $(($(date +%s) - renewed)) -ge $((lease / 3)) ]; then
-            renewed=$(date +%s)
-            case $(echo "select outcome from flowforge.renew_leases(array[:id], array[:token], :'lease');" |
-                ask -v id="$1" -v token="$2" -v lease="$lease s") in
-                lost | cancel) kill $handler 2>/dev/null ;;
+        now=$(date +%s)
+        if [ $((now - renewed)) -ge $(($1 / 3)) ]; then
+            renewed=$now
+            case $(echo "select outcome from flowforge.renew_leases(array[:id], array[:token], '30 s');" |
+                ask -v id="$id" -v token="$token") in
+                lost) why=lost ;;
+                cancel) why=cancelled ;;
             esac
         fi
+        if [ $((now - begun)) -gt "$2" ]; then why='time limit exceeded'; fi
+        if [ -n "$ended" ]; then why=shutdown; fi
     done
+    if [ -n "$why" ]; then kill -s KILL -- -$handler 2>/dev/null; fi # with all that it has started
     wait $handler
     code=$?
-    if [ $code = 127 ]; then
-        echo "select flowforge.release_task_run(:id, :token, 'unknown_handler');"
-    elif [ $code = 0 ]; then
-        # By way of a file: what stands in a program's arguments can be seen by others.
-        echo "\\set output \`cat $output\`
-            select flowforge.finish_task_run(:id, :token, 'succeeded', :'output'::jsonb);"
+    case $why in
+        lost) return ;; # it is somebody else's: report nothing
+        shutdown) release shutdown && return ;;
+        ?*) echo "$why" >"$scratch/error" ;;
+    esac
+    if [ "$why" = cancelled ]; then
+        finish cancelled true
+    elif [ -n "$why" ] || [ $code != 0 ]; then
+        echo "exit code $code" >>"$scratch/error"
+        finish failed true
     else
-        echo "\\set error \`cat $errors\`
-            select flowforge.finish_task_run(:id, :token, 'failed', error => :'error' || ', exit code $code');"
-    fi | ask -v id="$1" -v token="$2"
-    rm -f "$output" "$errors"
+        : >"$scratch/error"
+        finish succeeded true || { echo 'the output cannot be stored' >"$scratch/error" && finish failed false; }
+    fi
 }
 
 while [ -z "$ended" ]; do
     claim_id=$(echo 'select gen_random_uuid();' | ask)
-    claimed=$(echo "select task_run_id, fencing_token, handler, input
-        from flowforge.claim_next(array[:'queue'], :'worker', :'claim_id', :'lease', 1);" |
-        ask -v claim_id="$claim_id" -v lease="$lease s")
-    if [ -z "$claimed" ]; then
-        sleep 1
-        continue
-    fi
-    printf '%s\n' "$claimed" | {
-        IFS='	' read -r id token handler input
-        run "$id" "$token" "$handler" "$input"
-    }
+    claimed=$(ask -v queue="${FLOWFORGE_QUEUES:-default}" -v worker="$worker" -v claim_id="$claim_id" <<'END'
+select task_run_id, fencing_token, floor(extract(epoch from lease)), coalesce(ceil(extract(epoch from time_limit)), 999999999),
+    handler, jsonb_build_object('input', input, 'upstream', upstream_outputs, 'item', item)
+from flowforge.claim_next(array[:'queue'], :'worker', :'claim_id', '30 s', 1);
+END
+    )
+    IFS='	' read -r id token lease limit name task <<END
+$claimed
+END
+    if [ -n "$id" ]; then run "$lease" "$limit" "$name" "$task" >"$scratch/answer"; else sleep 1; fi
 done

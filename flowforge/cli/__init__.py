@@ -37,6 +37,7 @@ _COMMANDS = {
     "redispatch": "operate",
     "prune": "operate",
     "doctor": "doctor",
+    "conformance": "conformance",
     "config": "settings",
     "migrate": "daemons",
     "scheduler": "daemons",

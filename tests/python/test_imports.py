@@ -39,6 +39,7 @@ LAYERS = {
     "publisher": 5,
     "up": 6,
     "doctor": 6,
+    "conformance": 7,
     "demo": 7,
     "cli": 8,
     "__main__": 9,

@@ -1,0 +1,216 @@
+"""The workers of this project conform to the protocol over both deliveries, and conformance finds mistakes.
+All of them are examined at the same time, each on a database of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from flowforge import exits
+from flowforge.config import Config
+from flowforge.conformance import CLAUSES, Verdict, examine
+from tests.python.shell import Shell
+from tests.services import node
+from tests.services.database import Database, prepare_template
+from tests.services.postgres import PostgresServer, binaries
+from tests.services.rabbitmq import RabbitServer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PYTHON = [sys.executable, "-m", "flowforge", "worker", "flowforge.conformance.handlers"]
+PATIENCE = 15.0
+
+
+class Mistake(NamedTuple):
+    """A mistake put into the worker in Node, and the clauses that it violates."""
+
+    old: str
+    new: str
+    violates: set[str]
+    by_broker: bool = False
+
+
+# In a loop, but a slow one.
+GIVE_BACK = """
+function give_back(channel, message) {
+  setTimeout(() => { try { channel.nack(message, false, true); } catch (error) { tell(error); } }, 100);
+}
+"""
+
+MISTAKES = {
+    "acknowledges at once": Mistake(
+        "let settle = () => channel.ack(message);",
+        "channel.ack(message); let settle = () => {}; channel.nack = () => {};",
+        {"acknowledges_after_claim"},
+        by_broker=True,
+    ),
+    "claims anew after an unknown outcome": Mistake(
+        "pool.query(text, values)",
+        'pool.query(text, text.includes("flowforge.claim") ? values.with(1, randomUUID()) : values)',
+        {"claim_repeated"},
+    ),
+    "has one claim_id for a dispatch": Mistake(
+        "worker, randomUUID(), lease, ...values",
+        "worker, values[1], lease, ...values",
+        {"doubled_message"},
+        by_broker=True,
+    ),
+    "gives the unreadable back": Mistake(
+        "channel.nack(message, false, false)",
+        "give_back(channel, message)",
+        {"unreadable_message"},
+        by_broker=True,
+    ),
+    "ends its handlers when the broker is away": Mistake(
+        'channel.on("close", done);',
+        'channel.on("close", () => { stops.forEach((each) => each.abort("shutdown")); done(); });',
+        {"broker_lost"},
+        by_broker=True,
+    ),
+    "gives back what cannot be": Mistake(
+        "JSON.parse(message.content);",
+        "JSON.parse(message.content);\n      if (task_run_id > 2 ** 50) return give_back(channel, message);",
+        {"stale_message"},
+        by_broker=True,
+    ),
+    "renews by its own lease": Mistake("task.lease * 333", "10_000", {"renews", "cancel"}),
+    "never renews": Mistake("renew().catch(() => {});", "", {"renews", "cancel", "lost"}),
+    "ignores cancel": Mistake(' || outcome === "cancel"', "", {"cancel"}),
+    "ignores the loss": Mistake('outcome === "lost" || ', "", {"lost"}),
+    "ignores the time limit": Mistake("if (limit < 2 ** 31)", "if (false)", {"time_limit"}),
+    "finishes under its first token": Mistake(
+        "const finish = (outcome",
+        "const first = ((globalThis.tokens ??= {})[id] ??= token);\n  const finish = (outcome",
+        {"failure"},
+    ),
+    "tells a result only once": Mistake(
+        "      tell(error);\n      await sleep(pause);",
+        '      if (text.includes("finish")) return [];\n      await sleep(pause);',
+        {"finish_repeated"},
+    ),
+    "retries what cannot be stored": Mistake(
+        "${error.message}`, false);", "${error.message}`);", {"unstorable_output"}
+    ),
+    "hands over no upstream outputs": Mistake(
+        "upstream_outputs as upstream", "upstream_states as upstream", {"hands_over"}
+    ),
+    "fails what it does not know": Mistake(
+        'return giveBack("unknown_handler")', 'return finish("failed", null, "unknown")', {"unknown_handler"}
+    ),
+    "ends without giving back": Mistake(
+        'async function stopAll() { // take nothing new, give back what runs',
+        "async function stopAll() { process.exit(0);",
+        {"sigterm"},
+    ),
+}  # fmt: skip
+
+
+def command(directory: Path, mistake: Mistake | None = None) -> list[str]:
+    """The worker in Node, with the mistake."""
+    source = (EXAMPLES / "worker.mjs").read_text()
+    if mistake is not None:
+        assert source.count(mistake.old) == 1, mistake.old
+        source = source.replace(mistake.old, mistake.new) + GIVE_BACK
+        if "first = " in mistake.new:
+            source = source.replace('$6)", id, token, outcome', '$6)", id, first, outcome')
+    directory.mkdir()
+    (directory / "node_modules").symlink_to(node.modules())
+    (directory / "worker.mjs").write_text(source)
+    return [str(node.program()), str(directory / "worker.mjs"), str(EXAMPLES / "handlers.mjs")]
+
+
+@pytest.fixture(scope="module")
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[list[Verdict]]]]:
+    """By worker, and by mistake, what came of each clause."""
+    amqp = os.environ.get("FLOWFORGE_TEST_AMQP_URL", "")
+    if not amqp:
+        rabbit: RabbitServer = request.getfixturevalue("_session_rabbit_server")
+        amqp = rabbit.url
+    directory = tmp_path_factory.mktemp("node")
+    programs, library_path = binaries("18")
+    psql = shutil.which("psql", path=f"{programs}{os.pathsep}{os.defpath}")
+    assert psql is not None
+    shell = ["env", f"PATH={Path(psql).parent}{os.pathsep}{os.defpath}", str(EXAMPLES / "worker.sh")]
+    jobs: dict[str, tuple[list[str], bool]] = {
+        "shell": ([*shell, str(EXAMPLES / "handlers")], False),
+        "Python": (PYTHON, False),
+        "Python, RabbitMQ": (PYTHON, True),
+        "Node": (command(directory / "right"), False),
+        "Node, RabbitMQ": (command(directory / "right with RabbitMQ"), True),
+    }
+    for name, mistake in MISTAKES.items():
+        jobs[name] = command(directory / name, mistake), mistake.by_broker
+    with PostgresServer(programs, library_path, {"max_connections": "400"}) as server:
+        server.create_database("template")
+        prepare_template(server.host, server.port, server.user, "template", server.password, autocommit=True)
+        databases = {name: Database(server, "template") for name in jobs}
+        logins = {name: db.create_login("flowforge_worker") for name, db in databases.items()}
+
+        def run(name: str) -> list[Verdict]:
+            worker, by_broker = jobs[name]
+            config = Config(database_url=databases[name].dsn, amqp_urls=(amqp,) if by_broker else ())
+            clauses = [each for each in CLAUSES if by_broker or not each.needs_broker]
+            found = list(examine(config, logins[name], worker, clauses, PATIENCE))
+            assert not databases[name].forbidden_transitions()
+            with databases[name].connect() as connection:
+                assert connection.execute("select * from flowforge.violations()").fetchall() == []
+            return found
+
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            yield {name: pool.submit(run, name) for name in jobs}
+
+
+def violated(future: Future[list[Verdict]]) -> dict[str, str]:
+    return {each.clause: each.seen for each in future.result() if not each.holds}
+
+
+@pytest.mark.parametrize("worker", ["shell", "Python", "Python, RabbitMQ", "Node", "Node, RabbitMQ"])
+def test_a_worker_conforms(worker: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
+    assert violated(verdicts[worker]) == {}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_violates_the_clause_that_is_about_it(
+    mistake: str, verdicts: dict[str, Future[list[Verdict]]]
+) -> None:
+    found = violated(verdicts[mistake])
+    assert found.keys() == MISTAKES[mistake].violates, found
+
+
+def test_every_clause_is_violated_by_some_mistake() -> None:
+    untried = {each.name for each in CLAUSES} - set().union(*(each.violates for each in MISTAKES.values()))
+    assert untried == {"finishes", "database_lost"}, "of which each other clause makes use"
+
+
+def test_the_command_tells_people_and_programs(db: Database) -> None:
+    shell = Shell(db.dsn)
+    right = shell("conformance", "--clause", "finishes", "--clause", "failure", "--", *PYTHON)
+    assert right.stdout.splitlines()[-1] == (
+        "2 clauses of the protocol, delivered by PostgreSQL alone: all hold"
+    )
+    assert right.stdout.startswith("holds    finishes ")
+    arguments = ["conformance", "--json", "--clause", "sigterm", "false"]
+    [wrong] = map(json.loads, shell(*arguments, code=exits.EXIT_FAILED).stdout.splitlines())
+    assert (wrong["clause"], wrong["holds"]) == ("sigterm", False)
+    assert wrong["seen"] == "the worker ended by itself, with exit code 1"
+    with db.connect() as connection:
+        states = connection.execute("select distinct state::text from flowforge.run order by 1").fetchall()
+        assert [state for (state,) in states] == ["cancelled", "failed", "succeeded"]
+
+
+def test_the_command_refuses_what_it_cannot_do(db: Database) -> None:
+    shell = Shell(db.dsn)
+    assert "there is no clause nonsense" in shell("conformance", "--clause", "nonsense", "x", code=2).stderr
+    absent = shell("conformance", "--clause", "finishes", "/nowhere/worker", code=exits.EXIT_CONFIG)
+    assert "the worker cannot be started" in absent.stderr
+    tls = shell("conformance", "--amqp-url", "amqps://127.0.0.1", "x", code=exits.EXIT_CONFIG)
+    assert "amqp://" in tls.stderr
+    assert subprocess.run([*PYTHON[:3], "conformance"], capture_output=True, check=False).returncode == 2
