@@ -79,7 +79,7 @@ def unstorable_output(engine: Engine) -> None:
 
 @_clause("It renews the lease, of the length that the claim tells, while the handler runs.")
 def renews(engine: Engine) -> None:
-    run, _ = engine.ticking(70, lease=5)
+    run, _ = engine.ticking(100, lease=8)
 
     def over() -> bool:
         row = engine.task(run)
@@ -87,13 +87,13 @@ def renews(engine: Engine) -> None:
             raise Violated("the lease ran out while the handler ran")
         return bool(row["state"] != "running" and row["fencing_token"])
 
-    engine.wait(over, "a task of seven seconds did not end", engine.patience + 7)
+    engine.wait(over, "a task of ten seconds did not end", engine.patience + 10)
     engine.ends_untroubled(run)
 
 
 @_clause("It stops the handler of a run that is being cancelled, and says so.")
 def cancel(engine: Engine) -> None:
-    run, file = engine.ticking(600, lease=5)
+    run, file = engine.ticking(600, lease=8)
     engine.ticks(file)
     engine.rows("select flowforge.cancel_run(%s, 'conformance')", run)
     engine.ends(run, "cancelled")
@@ -112,7 +112,7 @@ def time_limit(engine: Engine) -> None:
 
 @_clause("It stops the handler of a task run that somebody else owns by now, and reports nothing of it.")
 def lost(engine: Engine) -> None:
-    run, file = engine.ticking(600, lease=5)
+    run, file = engine.ticking(600, lease=8)
     engine.ticks(file)
     token = engine.take_over(run)
     engine.stops(file, lambda: engine.renew(run, token))

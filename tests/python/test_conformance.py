@@ -24,7 +24,7 @@ from tests.services.rabbitmq import RabbitServer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PYTHON = [sys.executable, "-m", "flowforge", "worker", "flowforge.conformance.handlers"]
-PATIENCE = 15.0
+PATIENCE = 20.0
 
 
 class Mistake(NamedTuple):
