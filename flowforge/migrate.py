@@ -25,7 +25,8 @@ from psycopg import sql
 from flowforge import db, log
 from flowforge.errors import MissingPrivilege, SchemaError, from_database
 
-SCHEMA_VERSION = 1
+# Raised by the first change to sql/ after a release, with schema_version() in sql/functions/_common.sql.
+SCHEMA_VERSION = 2
 
 ROLES = tuple(
     f"flowforge_{name}"

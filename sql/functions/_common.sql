@@ -8,7 +8,7 @@ comment on function flowforge._clock() is
 
 create or replace function flowforge.schema_version() returns bigint
 language sql immutable parallel safe
-return 1;
+return 2;
 comment on function flowforge.schema_version() is
     'Version of the tables and functions. A daemon refuses to start against a version lower than its own.';
 

@@ -28,12 +28,14 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 class Process:
     """One daemon as a process. `kill`, `stop` and `signal` are what the scenario does to it."""
 
-    def __init__(self, name: str, command: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: list[str], environment: dict[str, str], log: Path, cwd: Path = CHECKOUT
+    ) -> None:
         self.name, self.log = name, log
         self._health = Path(environment["FLOWFORGE_HEALTH_FILE"])
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, env=environment, cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         self.pid = self._process.pid
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowforge.errors import ConfigError, DatabaseError, MissingPrivilege, SchemaError
-from flowforge.migrate import ROLES, check_schema, migrate
+from flowforge.migrate import ROLES, SCHEMA_VERSION, check_schema, migrate
 from tests.services import postgres
 from tests.services.database import Database
 from tests.services.postgres import Connection, PostgresServer
@@ -296,7 +296,7 @@ def test_an_old_or_missing_schema_is_told_apart(pg_server: PostgresServer, empty
         conn.execute(
             "create or replace function flowforge.schema_version() returns bigint language sql return 0"
         )
-        with pytest.raises(SchemaError, match="has version 0, this program needs 1"):
+        with pytest.raises(SchemaError, match=f"has version 0, this program needs {SCHEMA_VERSION}"):
             check_schema(conn)
 
 

@@ -25,6 +25,7 @@ from flowforge.errors import (
     BrokerUnavailable,
     FlowForgeError,
 )
+from flowforge.migrate import SCHEMA_VERSION
 from flowforge.runner import Daemon, Health, Stop, read_health
 from tests.python.daemons import CHECKOUT, TIMEOUT, Running, process
 from tests.python.proxy import Proxy
@@ -273,7 +274,7 @@ def test_a_password_that_is_not_escaped_shows_neither_in_log_nor_health_nor_on_t
         ("drop function flowforge.dispatch_ready", "it has no function dispatch_ready"),
         (
             "create or replace function flowforge.schema_version() returns bigint language sql return 0",
-            "has version 0, this program needs 1",
+            f"has version 0, this program needs {SCHEMA_VERSION}",
         ),
     ],
 )

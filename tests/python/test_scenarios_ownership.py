@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowforge.migrate import SCHEMA_VERSION
 from tests.python.cluster import PROGRAM, Cluster
 from tests.services.process import wait_until
 
@@ -433,7 +434,7 @@ def test_hd_36_many_migrators(cluster: Cluster) -> None:
         assert [code for _, code in outputs] == [0] * 5, outputs
         with cluster.db.server.connect(name) as conn:
             row = conn.execute("select flowforge.schema_version()").fetchone()
-            assert row == (1,)
+            assert row == (SCHEMA_VERSION,)
     finally:
         cluster.execute(f"drop database {name} with (force)")
 

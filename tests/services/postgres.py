@@ -77,6 +77,7 @@ class PostgresServer:
     value, but for fsync (the data need not survive a power failure) and what says where to listen. Data
     survive `kill`.
 
+    `environment` is what its programs, such as pg_dump among `programs`, are to be run with.
     `host`, `port`, `user`, `password`, `options`, `dbname`, `maintenance_dbname` and `template_dbname` are
     what pytest-postgresql asks of a server.
     """
@@ -96,8 +97,8 @@ class PostgresServer:
         self.process: subprocess.Popen[bytes] | None = None
         self._scratch = Scratch("pg")
         self.directory = self._scratch.path
-        self._env = {key: value for key, value in os.environ.items() if not key.startswith("PG")}
-        self._env |= {"LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("PG")}
+        self.environment |= {"LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
         self._account = _unprivileged_account() if os.getuid() == 0 else None
         self.host = str(self.directory)
         self.log_file = self.directory / "log"
@@ -147,7 +148,7 @@ class PostgresServer:
             ],
             check=True,
             cwd="/",
-            env=self._env,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             user=self._account.pw_uid if self._account else None,
@@ -170,7 +171,7 @@ class PostgresServer:
         self.process = start_child(
             [str(self.programs / "postgres"), "-D", str(self.data)],
             log=self.log_file,
-            env=self._env,
+            env=self.environment,
             death_signal=signal.SIGINT,
             uid=self._account.pw_uid if self._account else None,
             gid=self._account.pw_gid if self._account else None,
