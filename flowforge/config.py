@@ -85,6 +85,16 @@ class Config:
     )
     health_file: str = _text("", "file that a daemon keeps its state of health in; empty: none")
 
+    metrics_port: int = _count(
+        0,
+        0,
+        65_535,
+        "port where a daemon serves its metrics to Prometheus (needs the extra metrics); 0: none",
+    )
+    metrics_host: str = _text(
+        "127.0.0.1", "address that this port is opened on", r"[A-Za-z0-9.:_-]+", "a host name or IP address"
+    )
+
     poll_interval: float = _seconds(
         1.0, 0.01, 3600, "longest wait between two looks for work, notified or not"
     )

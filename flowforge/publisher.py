@@ -8,13 +8,16 @@ is open while the broker is away or blocked, but for the bounded time in which t
 from __future__ import annotations
 
 import json
+import typing
 from collections import Counter
 from collections.abc import Iterable
 
 from flowforge import db, log
 from flowforge.broker import Message, Outcome, PublishChannel, unusable
+from flowforge.broker.publish import Kind
 from flowforge.config import Config
 from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable, ConfigError
+from flowforge.metrics import Metric, counted
 from flowforge.runner import Daemon, crash_point
 
 _KEPT = {
@@ -55,11 +58,22 @@ class Publisher(Daemon):
         self._log = log.of(self.name)
         self._channel = PublishChannel(config, self.name)
         self._channel.start()
+        self._counts: Counter[str] = Counter()
         self._new_connection = True
         self._started = False
         self._told = ""  # the misconfiguration that was logged
         self._told_wrong: dict[str, str] = {}  # likewise of queues
         self.tick_limit = 60.0 + config.confirm_timeout + config.blocked_timeout
+
+    def metrics(self) -> list[Metric]:
+        """Messages by what became of them."""
+        kinds = typing.get_args(Kind)
+        return [
+            counted(
+                "publisher_messages", "Messages by what became of them.", "outcome",
+                {kind: self._counts[kind] for kind in kinds},
+            )
+        ]  # fmt: skip
 
     def on_connect(self) -> None:
         self._new_connection = True
@@ -157,6 +171,7 @@ class Publisher(Daemon):
             outcomes = self._channel.publish_batch(
                 [_message(*row[1:]) for row in rows], self._config.confirm_timeout
             )
+            self._counts.update(outcome.kind for outcome in outcomes)
             crash_point("publisher:after-confirm")
             decided = self._mark(tx, [row[0] for row in rows], outcomes)
             crash_point("publisher:after-mark")

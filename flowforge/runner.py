@@ -6,6 +6,7 @@ Health, check_start, crash_point, exit codes) serve the worker too, whose thread
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -37,6 +39,7 @@ from flowforge.errors import (
     from_database,
 )
 from flowforge.listen import Listener, Waker
+from flowforge.metrics import Metric, counted, of_daemon, serving
 from flowforge.migrate import check_schema
 from flowforge.stopping import SIGNALS, Remembered
 
@@ -325,6 +328,10 @@ class Daemon(ABC):
         """What is wrong although ticks succeed, for the state of health; empty when nothing is."""
         return ""
 
+    def metrics(self) -> list[Metric]:
+        """What it counts, for whoever scrapes it. Called by other threads."""
+        return []
+
     def close(self) -> None:  # noqa: B027 -- not every daemon needs it
         """Called once, when the loop has ended."""
 
@@ -338,7 +345,12 @@ def run(daemon: Daemon, config: Config, *, stop: Stop | None = None, health: Hea
     other arguments) ends the daemon with one line that names the remedy."""
     if stop is None:
         with signals(Stop()) as own:
-            return run(daemon, config, stop=own, health=health)
+            return _run(daemon, config, own, health, alone=True)
+    return _run(daemon, config, stop, health, alone=False)
+
+
+def _run(daemon: Daemon, config: Config, stop: Stop, health: Health | None, *, alone: bool) -> int:
+    """As `run`. `alone`: nothing else runs in the process, whose metrics are this daemon's then."""
     try:
         health = health or Health(daemon.name, config.health_file)
     except ConfigError as exc:
@@ -347,7 +359,8 @@ def run(daemon: Daemon, config: Config, *, stop: Stop | None = None, health: Hea
         return exit_code(exc)
     loop = _Loop(daemon, config, stop, health)
     try:
-        loop.run()
+        with serving(config, loop.metrics) if alone else contextlib.nullcontext():
+            loop.run()
     except FlowForgeError as exc:
         log.of(daemon.name).error(str(exc))
         health.report("failed", str(exc))
@@ -375,7 +388,28 @@ class _Loop:
         self.cutoff: db.Cutoff | None = None
         self.listener: Listener | None = None
         self.started = False
+        self.counts: Counter[str] = Counter()
         stop.on_request(self._asked)
+
+    def metrics(self) -> list[Metric]:
+        """Of the loop and of its daemon. For any thread."""
+        counts = self.counts
+        return [
+            *of_daemon(self.daemon.name, self.health.state),
+            counted(
+                "ticks", "Turns of the daemon's loop, by whether there was something to do.", "work",
+                {"found": counts["found"], "none": counts["none"]},
+            ),
+            counted(
+                "errors", "Turns that failed and were tried again, by what was missing.", "missing",
+                {"database": counts["database"], "broker": counts["broker"]},
+            ),
+            Metric(
+                "counter", "database_connections", "Connections made to PostgreSQL, the first included.",
+                {"": counts["connections"]},
+            ),
+            *self.daemon.metrics(),
+        ]  # fmt: skip
 
     def _asked(self) -> None:
         self.waker.set()
@@ -404,10 +438,12 @@ class _Loop:
                     moved = self.daemon.tick(conn)
                     wait = None if moved else self.daemon.pause(conn)
                 self._worked()
+                self.counts["found" if moved else "none"] += 1
                 if not moved:
                     jitter = random.uniform(0.8, 1.0)  # noqa: S311 -- not a secret
                     self._wait(self.config.poll_interval * jitter if wait is None else wait)
             except (BrokerUnavailable, BrokerBlocked) as exc:
+                self.counts["broker"] += 1
                 state = "blocked" if isinstance(exc, BrokerBlocked) else "no broker"
                 if self.health.state != state:
                     self.log.warning("waiting for the broker", state=state, error=str(exc))
@@ -443,6 +479,7 @@ class _Loop:
                     connect_timeout=self.config.connect_timeout,
                 )
                 self.listener.start()
+            self.counts["connections"] += 1
             self.log.info("connected to PostgreSQL" if not self.started else "connected to PostgreSQL again")
             self.started = True
         return self.conn
@@ -455,6 +492,7 @@ class _Loop:
 
     def _lost(self, exc: FlowForgeError, *, passing: bool) -> None:
         """Give the connection up and wait a little before the next one."""
+        self.counts["database"] += 1
         self._disconnect()
         if passing and self.stop.requested:
             return

@@ -18,6 +18,7 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.config import Config
+from flowforge.metrics import Figures, Metric, counted
 from flowforge.runner import Daemon, crash_point
 
 # For a transaction that was finishing when the declaration was committed.
@@ -41,6 +42,8 @@ class _Duty:
     due: float = 0.0
     error: str = ""
     failures: int = 0
+    moved: int = 0  # in all
+    failed: int = 0  # in all
     passing: bool = False  # whether its last error was of the kind that passes by itself
     told: set[str] = field(default_factory=set)  # what the database has warned of, since it last worked
     backoff: db.Backoff = field(default_factory=db.Backoff)
@@ -79,6 +82,7 @@ class Scheduler(Daemon):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._log = log.of(self.name)
+        self._figures = Figures(config)
         self._asleep = False
         self._busy = 0
         self._duties = [
@@ -96,6 +100,23 @@ class Scheduler(Daemon):
         """Which functions fail at present, and how."""
         failing = [duty for duty in self._duties if duty.failures > (2 if duty.passing else 0)]
         return "; ".join(f"{duty.function}: {duty.error}" for duty in failing)
+
+    def metrics(self) -> list[Metric]:
+        """What each function moved and how often it failed, and the figures of the database."""
+        return [
+            counted(
+                "scheduler_moved", "What a function of the scheduler moved: task runs, messages or runs.",
+                "function", {duty.function: duty.moved for duty in self._duties},
+            ),
+            counted(
+                "scheduler_failures", "Calls of a function of the scheduler that failed.",
+                "function", {duty.function: duty.failed for duty in self._duties},
+            ),
+            *self._figures.metrics(),
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        self._figures.close()
 
     def on_connect(self) -> None:
         self._asleep, self._busy = False, 0
@@ -135,6 +156,7 @@ class Scheduler(Daemon):
             error = f"{exc.diag.message_primary or type(exc).__name__} [{exc.sqlstate}]"
             if error != duty.error:
                 self._log.warning("a function failed; trying it again", function=duty.function, error=error)
+            duty.failed += 1
             duty.failures, duty.passing = duty.failures + 1, db.is_transient(exc)
             moved = self._one_by_one(conn, duty) if duty.divisible and not duty.passing else 0
             duty.error, duty.due = error, 0.0 if moved else time.monotonic() + duty.backoff.next()
@@ -144,6 +166,7 @@ class Scheduler(Daemon):
             duty.error, duty.failures = "", 0
             duty.told.clear()
             duty.backoff.reset()
+        duty.moved += moved
         # With work found there may be more: it stays due.
         duty.due = 0.0 if moved else time.monotonic() + duty.every
         if moved:

@@ -66,6 +66,22 @@ _log_options = _options(
         metavar="FILE",
     ),
 )
+_metrics_options = _options(
+    _setting(
+        "--metrics-port",
+        name="metrics_port",
+        text="Port to serve metrics on, for Prometheus.",
+        default="none",
+        type=Integer(0, 65_535),
+        metavar="PORT",
+    ),
+    _setting(
+        "--metrics-host",
+        name="metrics_host",
+        text="Address to open that port on.",
+        metavar="HOST",
+    ),
+)
 _broker_options = _options(
     _setting(
         "--amqp-url",
@@ -216,6 +232,7 @@ def migrate(database_url: str | None, create_roles: bool, as_json: bool) -> None
     metavar="TIME",
 )
 @_log_options
+@_metrics_options
 @click.pass_context
 def scheduler(ctx: click.Context, /, database_url: str | None, **flags: Any) -> None:
     """Run the scheduler, which dispatches what can run.
@@ -238,6 +255,7 @@ def scheduler(ctx: click.Context, /, database_url: str | None, **flags: Any) -> 
 @database_option
 @_broker_options
 @_log_options
+@_metrics_options
 @click.pass_context
 def publisher(ctx: click.Context, /, database_url: str | None, **flags: Any) -> None:
     """Run the publisher, which hands dispatches to RabbitMQ.
@@ -263,6 +281,7 @@ def publisher(ctx: click.Context, /, database_url: str | None, **flags: Any) -> 
 @_worker_options
 @_broker_options
 @_log_options
+@_metrics_options
 @click.pass_context
 def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | None, **flags: Any) -> None:
     """Run a worker for the workflows of Python modules.

@@ -36,6 +36,7 @@ from flowforge.errors import (
     first_line,
     from_database,
 )
+from flowforge.metrics import Metric, counted, of_daemon, serving
 from flowforge.worker.children import Children
 from flowforge.worker.claiming import Claimer, Parts, QueueClaimer
 from flowforge.worker.context import Context
@@ -89,12 +90,14 @@ def run(
     `config.grace` seconds, what then still runs is given back. Asked twice: that happens at once, and the
     exit code says so.
 
-    Raises ConfigError when handlers are to run in processes of their own and `sources` is empty.
+    Raises ConfigError when handlers are to run in processes of their own and `sources` is empty, and when the
+    process, being a worker alone, cannot serve metrics as it is configured to.
     """
     if stop is None:
         with runner.signals(runner.Stop()) as own:
             worker = Worker(handlers, config, own, health, sources=sources, alone=True)
-            code = worker.run()
+            with serving(config, worker.metrics):
+                code = worker.run()
         if worker.left_behind:
             # Threads of handlers that did not stop would hold up the interpreter's own end.
             _end_now(code)
@@ -194,6 +197,37 @@ class Worker:
         """The handlers that run at present: `workflow.task` and the run of each, in order. For any thread."""
         claims = (execution.claim for execution in self._executor.running)
         return sorted((f"{claim.workflow}.{claim.task}", claim.run_id) for claim in claims)
+
+    def metrics(self) -> list[Metric]:
+        """What it counts, for whoever scrapes it. For any thread."""
+        counts = Counter(dict(self.counts))
+        dropped = {key.removeprefix("dropped_"): counts[key] for key in counts if key.startswith("dropped_")}
+        ends = {outcome: counts[f"finished_{outcome}"] for outcome in ("succeeded", "failed", "cancelled")}
+        ends["succeeded"] += counts["finished_in_transaction"]
+        refused = {answer: counts[answer] for answer in ("repeated", "fenced")}
+        return [
+            *of_daemon("worker", self.health.state),
+            counted(
+                "worker_claims", "Answers to its claims: claimed, or why a message was of no use.", "outcome",
+                {"claimed": counts["claimed"]} | dropped,
+            ),
+            counted(
+                "worker_attempts", "Attempts whose end was accepted, by how they ended.", "outcome", ends
+            ),
+            counted(
+                "worker_finishes", "Answers to its reports of results.", "answer",
+                {"accepted": sum(ends.values())} | refused,
+            ),
+            counted(
+                "worker_renewals", "Answers to its renewals of leases.", "answer",
+                {answer: self._keeper.renewals[answer] for answer in ("held", "cancel", "busy", "lost")},
+            ),
+            counted(
+                "worker_unknown_handlers", "Task runs given back for want of their handler.", "",
+                {"": counts["unknown_handler"]},
+            ),
+            Metric("gauge", "worker_slots", "Slots by what they are.", self._executor.slots, "state"),
+        ]  # fmt: skip
 
     def run(self) -> int:
         """Work until asked to stop, or until nothing can be done any more; the exit code."""

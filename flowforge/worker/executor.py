@@ -148,6 +148,12 @@ class Executor:
         return self._lost == self._slots
 
     @property
+    def slots(self) -> dict[str, int]:
+        """How many slots are busy (reserved, or with a handler), free and lost."""
+        with self._changed:
+            return {"busy": self._slots - self._free - self._lost, "free": self._free, "lost": self._lost}
+
+    @property
     def lost(self) -> int:
         """How many slots are lost to handlers that do not stop."""
         return self._lost

@@ -70,6 +70,8 @@ class LeaseKeeper:
         self._next_announcement = 0.0
         # Wakes the thread: an execution to renew at once, or None.
         self._calls: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
+        self.renewals: Counter[str] = Counter()
+        """Answers to renewals."""
         self._closing = False
         self._thread = threading.Thread(target=self._main, name="flowforge-renew", daemon=True)
 
@@ -210,6 +212,7 @@ class LeaseKeeper:
         self._session.call(query, arguments, limit=limit, lock_timeout=max(0.01, min(limit / 2, 5.0)))
 
     def _apply(self, due: Sequence[Execution], now: float, answers: Sequence[tuple[Any, ...]]) -> None:
+        self.renewals.update(str(outcome) for outcome, _ in answers)
         for each, (outcome, lease_left) in zip(due, answers, strict=True):
             each.renewed_at = now
             if lease_left is not None:

@@ -29,6 +29,7 @@ LAYERS = {
     "binaries": 2,
     "broker": 3,
     "listen": 3,
+    "metrics": 3,
     "migrate": 3,
     "embedded": 3,
     "loading": 3,
@@ -111,7 +112,9 @@ def test_daemons_never_import_each_other() -> None:
         assert not reached & {"cli", "up", "demo", "embedded", "client"}
 
 
-@pytest.mark.parametrize(("library", "home"), [("pika", "broker"), ("yoyo", "migrate")])
+@pytest.mark.parametrize(
+    ("library", "home"), [("pika", "broker"), ("yoyo", "migrate"), ("prometheus_client", "metrics")]
+)
 def test_library_is_imported_in_one_place(library: str, home: str) -> None:
     users = {
         part_of(path)

