@@ -44,9 +44,10 @@ _COMMANDS = {
     "publisher": "daemons",
     "worker": "daemons",
     "health": "health",
+    "web": "web",
 }
 
-_UNTIL_STOPPED = {"up", "scheduler", "publisher", "worker"}
+_UNTIL_STOPPED = {"up", "scheduler", "publisher", "worker", "web"}
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXITS.items())
 

@@ -39,6 +39,7 @@ LAYERS = {
     "scheduler": 5,
     "publisher": 5,
     "up": 6,
+    "web": 6,
     "doctor": 6,
     "conformance": 7,
     "demo": 7,
@@ -113,7 +114,8 @@ def test_daemons_never_import_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "home"), [("pika", "broker"), ("yoyo", "migrate"), ("prometheus_client", "metrics")]
+    ("library", "home"),
+    [("pika", "broker"), ("yoyo", "migrate"), ("prometheus_client", "metrics"), ("starlette", "web")],
 )
 def test_library_is_imported_in_one_place(library: str, home: str) -> None:
     users = {

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
+import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
@@ -151,6 +152,37 @@ def test_without_the_extra_metrics_say_how_to_get_them(plain: Installation, proj
         assert done.returncode == 3, done
         assert "pip install 'flowforge[metrics]'" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra_the_page_says_how_to_get_it(plain: Installation, project: Path) -> None:
+    done = plain.run("flowforge", "web", "--database-url", "host=nowhere.invalid", cwd=project, check=False)
+    assert done.returncode == 3, done
+    assert "pip install 'flowforge[web]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_with_the_extra_the_page_is_served(wheel: Path, project: Path) -> None:
+    installed = Installation(project / "venv", wheel, "web")
+    command = [
+        str(installed.bin / "flowforge"),
+        "web",
+        "--database-url",
+        "host=127.0.0.1 port=1",
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(
+        command, cwd=project, env=installed.environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            with pytest.raises(urllib.error.HTTPError, match="503"):  # there is no database
+                urllib.request.urlopen(address, timeout=30)  # noqa: S310 - our own address
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_with_the_extra_metrics_are_served(wheel: Path, project: Path) -> None:

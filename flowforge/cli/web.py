@@ -1,0 +1,31 @@
+"""The command web."""
+
+from __future__ import annotations
+
+import click
+
+from flowforge.cli.common import Integer, acting, database_option, find_database, say
+
+
+@click.command()
+@database_option
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=Integer(0, 65535), default=8080, show_default=True, help="Port; 0: any that is free."
+)
+def web(database_url: str | None, host: str, port: int) -> None:
+    """Serve a read-only page for operators.
+
+    Runs and their graphs, queues, workers, figures of health; no input and no output of any task. Needs the
+    extra web, and a login with flowforge_reader. It asks nobody who he is: on another address than this
+    machine's own, put something in front of it that does. Stops on SIGTERM or Ctrl-C.
+
+    \b
+    Example:
+      flowforge web --database-url service=reader
+    """
+    from flowforge.web import serve
+
+    config = find_database(database_url)
+    with acting():
+        serve(config, host, port, lambda address: say(f"The page is at {address}"))
