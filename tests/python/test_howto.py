@@ -246,11 +246,14 @@ def test_a_restored_database_goes_on_from_the_backup(
             shell(commands[0], db.name)
             backup.open()
             end_of_the_old.await_arrivals(4)  # the messages of runs 4 to 23 have been consumed
-            lost = before.trigger(flow, 100)
             worker.asked.request()
             end_of_the_old.open()
-        query = "select published_at from flowforge.outbox join flowforge.task_run using (task_run_id)"
-        wait_until(lambda: before.all(f"{query} where run_id = %s", lost)[0][0] is not None, "its message")
+        lost = before.trigger(flow, 100)
+        sent = """
+            select count(o.published_at) from flowforge.outbox o join flowforge.task_run using (task_run_id)
+            where run_id = %s
+        """
+        wait_until(lambda: before.one(sent, lost) == 1, "its message")
     finally:
         before.close()
 
