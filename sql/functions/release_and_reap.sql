@@ -300,7 +300,8 @@ begin
 
     if v_timed_out <> '{}' then
         perform flowforge._end_attempt(v_timed_out, array_fill('timed_out'::text, array[cardinality(v_timed_out)]),
-            (select array_agg(format('time limit of %s s exceeded', extract(epoch from tr.deadline - tr.started_at)::double precision)
+            (select array_agg(format('time limit of %s s exceeded, and no answer from its worker, which did not stop it or is lost',
+                                     extract(epoch from tr.deadline - tr.started_at)::double precision)
                               order by tr.task_run_id)
              from flowforge.task_run tr where tr.task_run_id = any (v_timed_out)),
             array_fill(true, array[cardinality(v_timed_out)]), false, p_now);

@@ -486,7 +486,7 @@ def test_time_limit_cuts_the_open_transaction(bench: Bench) -> None:
     run = bench.trigger(workflow)
     with bench.worker(workflow):
         assert bench.wait_run(run) == ["failed"]
-    assert bench.task(run, "slow")["error"] == "time limit of 1 s exceeded"
+    assert bench.task(run, "slow")["error"].startswith("time limit of 1 s exceeded")
     assert len(ended) == 1
     assert effects(bench) == []
 
@@ -518,7 +518,7 @@ def test_time_limit_of_a_handler_that_has_noticed_the_loss_of_its_connection(ben
         assert worker.counts["lost"] == 0
         worker.asked.request()
         assert worker.wait_ended() == 0
-    assert bench.task(run, "slow")["error"] == "time limit of 1 s exceeded"
+    assert bench.task(run, "slow")["error"].startswith("time limit of 1 s exceeded")
     assert noticed
 
 

@@ -141,7 +141,7 @@ def test_a_cancel_is_told_at_once_to_who_listens(scene: Scene, workflow: Workflo
 
 def test_a_time_limit_cuts_the_transaction(scene: Scene) -> None:
     with scene.worker(flows.locked):
-        assert scene.run(flows.locked)["error"] == "time limit of 1 s exceeded"
+        assert scene.run(flows.locked)["error"].startswith("time limit of 1 s exceeded")
         wait_until(
             lambda: scene.bench.one(
                 "select count(*) from pg_stat_activity "
@@ -187,7 +187,8 @@ def test_a_handler_that_hangs_is_killed_at_its_time_limit(any_scene: Scene) -> N
     with any_scene.worker(flows.hangs, flows.pid, concurrency=2) as worker:
         for run in runs:
             task = any_scene.ended(run)
-            assert (task["state"], task["error"]) == ("failed", "time limit of 1 s exceeded")
+            assert task["state"] == "failed"
+            assert task["error"].startswith("time limit of 1 s exceeded")
         wait_until(lambda: all(map(gone, any_scene.pids())), "the end of both processes")
         assert any_scene.run(flows.pid)["output"] not in any_scene.pids()
         assert len(any_scene.pids()) == 2

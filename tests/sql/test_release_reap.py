@@ -280,7 +280,9 @@ def test_past_the_time_limit_the_attempt_has_timed_out(engine: Engine) -> None:
     assert expire(engine, "40 s") == 1
     row = engine.task_run(run_id, "a")
     assert (row.state, row.attempt, row.failures, row.dispatch_id) == ("pending", 2, 1, None)
-    assert (row.error, waits(engine, run_id)) == ("time limit of 40 s exceeded", 3)
+    # Not what the worker of a live handler reports: nobody knows whether it overstayed, or died on the way.
+    silent = "no answer from its worker, which did not stop it or is lost"
+    assert (row.error, waits(engine, run_id)) == (f"time limit of 40 s exceeded, and {silent}", 3)
     assert engine.finish(first) == "fenced"
     engine.advance("3 s")
     engine.schedule()
