@@ -74,7 +74,7 @@ _ATTEMPTS = f"""
         cross join lateral (
             select s.state in ('pending', 'ready') and a.fencing_token = s.fencing_token as waiting) l
         where a.run_id = %s and s.run_id = %s and (l.waiting or a.fencing_token < s.fencing_token)
-            and a.outcome in ('failed', 'timed_out', 'lease_expired', 'crashed')) f
+            and a.outcome in ('failed', 'timed_out', 'lease_expired', 'crashed', 'released')) f
     where f.place <= {_ATTEMPTS_TOLD} order by f.ended_at
 """  # noqa: S608 - a constant
 

@@ -46,7 +46,7 @@ class Finish(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Give the task run back: unstarted, shutdown, crashed or unknown_handler."""
+    """Give the task run back: unstarted, shutdown (it had begun), crashed or unknown_handler."""
 
     reason: str
 

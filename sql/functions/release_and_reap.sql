@@ -162,7 +162,10 @@ begin
             where tr.task_run_id = release_task_run.task_run_id and tr.state = 'ready';
         end if;
     else
-        perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false, array[interval '0'], v_now);
+        -- What had begun leaves a trace, or a second execution would come unexplained.
+        perform flowforge._give_back(array[release_task_run.task_run_id],
+            case when release_task_run.reason = 'shutdown' then 'released' end, 'given back by a worker that was told to stop',
+            false, array[interval '0'], v_now);
     end if;
     if release_task_run.reason in ('unstarted', 'unknown_handler') then
         -- Nobody has begun it: the time that it may wait for its start goes on.
@@ -178,7 +181,7 @@ begin
 end
 $$;
 comment on function flowforge.release_task_run(bigint, bigint, text) is
-    'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (not counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
+    'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (it had begun, and is recorded; neither is counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
 
 -- Of the release before, with other columns.
 drop function if exists flowforge._tick_reaper();

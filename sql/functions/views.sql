@@ -178,7 +178,7 @@ join flowforge.run r on r.run_id = tr.run_id
 join flowforge.workflow w on w.workflow_id = r.workflow_id
 join flowforge.task t on t.task_id = tr.task_id;
 comment on view flowforge.attempt_status is
-    'Executions of task runs that did not simply succeed (failures, the last one included, time-outs, reaps, crashes), and those that a retry reset.';
+    'Executions of task runs that did not simply succeed (failures, the last one included, time-outs, reaps, crashes, and what a stopping worker gave back), and those that a retry reset.';
 comment on column flowforge.attempt_status.task_run_id is 'The task run.';
 comment on column flowforge.attempt_status.run_id is 'The run.';
 comment on column flowforge.attempt_status.workflow is 'Name of the workflow.';
@@ -187,7 +187,7 @@ comment on column flowforge.attempt_status.map_index is 'Position of an element 
 comment on column flowforge.attempt_status.attempt is 'Number of the attempt, from 1; executions that were reaped share it.';
 comment on column flowforge.attempt_status.fencing_token is 'Token of the execution; grows with each.';
 comment on column flowforge.attempt_status.dispatch_id is 'Dispatch id of the attempt; the AMQP message_id.';
-comment on column flowforge.attempt_status.outcome is 'succeeded, failed, timed_out, cancelled, lease_expired or crashed.';
+comment on column flowforge.attempt_status.outcome is 'succeeded, failed, timed_out, cancelled, lease_expired, crashed, or released: broken off by a worker that was told to stop.';
 comment on column flowforge.attempt_status.worker is 'Worker that held it.';
 comment on column flowforge.attempt_status.started_at is 'When it was claimed.';
 comment on column flowforge.attempt_status.ended_at is 'When it ended.';

@@ -276,6 +276,19 @@ def test_show_tells_how_earlier_executions_ended(live: Shell) -> None:
     assert found == [("price", 1, 1, "failed"), ("price", 1, 2, "failed")]
 
 
+def test_show_tells_of_what_a_stopping_worker_gave_back(shell: Shell, db: Database) -> None:
+    """Before it is claimed again, too: its handler has begun, and may have done something."""
+    shell("trigger", "orders")
+    with db.connect() as connection:
+        connection.execute("select flowforge.dispatch_ready()")
+        connection.execute("select flowforge.claim_next('{default}', 'w1', gen_random_uuid(), '1 min')")
+        connection.execute("select flowforge.release_task_run(1, 1, 'shutdown')")
+        shown = shell("show", 1).stdout.partition("Earlier executions:\n")[2]
+        assert re.search(r"^fetch +1 +released +\S+ \S+ +w1 +given back by a worker", shown, re.MULTILINE)
+        changes = Changes().since(next(snapshots(connection, 1)))
+        assert any(each.get("outcome") == "released" for each in changes)
+
+
 def test_show_says_why_a_task_waits(shell: Shell, db: Database) -> None:
     shell("trigger", "orders")
     assert re.search(r"^total .*waits: 1 of 1 upstreams", shell("show", 1).stdout, re.MULTILINE)
