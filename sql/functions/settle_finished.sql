@@ -23,7 +23,14 @@ begin
     from flowforge.task_run e
     where e.run_id = v_own.run_id and e.task_id = v_own.task_id and e.map_index >= 0 and e.generation = v_own.generation;
     if v_sum.succeeded < v_own.map_count then
-        v_error := format('%s of %s elements did not succeed (%s failed)', v_own.map_count - v_sum.succeeded, v_own.map_count, v_sum.failed);
+        -- With the error of one, by which most are told; the others are in dead_letters.
+        v_error := format('%s of %s elements did not succeed (%s failed)', v_own.map_count - v_sum.succeeded, v_own.map_count, v_sum.failed)
+            || coalesce((
+                select format('; element %s: %s', e.map_index, left(split_part(e.error, E'\n', 1), 200))
+                from flowforge.task_run e
+                where e.run_id = v_own.run_id and e.task_id = v_own.task_id and e.map_index >= 0 and e.generation = v_own.generation
+                    and e.state = 'failed' and e.error <> ''
+                order by e.map_index limit 1), '');
     elsif v_sum.bytes > flowforge._limit('max_map_output_bytes') then
         v_error := format('the joined results are %s bytes; at most %s are allowed (limit max_map_output_bytes)',
             v_sum.bytes, flowforge._limit('max_map_output_bytes'));

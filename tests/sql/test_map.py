@@ -165,7 +165,7 @@ def test_a_map_fails_when_an_element_does_and_waits_for_the_others(engine: Engin
     assert (own.state, own.output, own.error) == (
         "failed",
         None,
-        "1 of 3 elements did not succeed (1 failed)",
+        "1 of 3 elements did not succeed (1 failed); element 0: boom",
     )
     assert engine.task_run(run_id, "b").state == "ready"
 
@@ -222,6 +222,17 @@ def test_a_retry_from_a_named_task_expands_anew(engine: Engine, named: str) -> N
     assert elements(engine, run_id)[:3] == old
     assert [row.generation for row in elements(engine, run_id)] == [0] * 3 + [1] * len(new)
     assert engine.run_state(run_id) == "succeeded"
+
+
+def test_the_error_of_a_failed_map_shows_one_of_its_elements_in_short(engine: Engine) -> None:
+    run_id = expanded(engine, [1, 2, 3])
+    claims = engine.claim_next()
+    engine.finish(claims[0])
+    engine.finish(claims[1], "failed", error="x" * 1000 + "\nand a traceback")
+    engine.finish(claims[2], "failed", error="another")
+    engine.schedule()
+    start = "2 of 3 elements did not succeed (2 failed); element 1: "
+    assert engine.task_run(run_id, "m").error == start + "x" * 200
 
 
 def test_successes_of_an_earlier_expansion_make_up_for_no_failure(engine: Engine) -> None:
