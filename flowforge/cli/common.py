@@ -323,5 +323,7 @@ def local_time(value: datetime | None) -> str | None:
 def local_waits(waits: str, at: datetime | None) -> str:
     """What a task run waits for, in words; a time in them, which is `at`, in the zone of the reader."""
     return re.sub(
-        r"^(until|(?:.*; )?to be offered again at) .+$", lambda found: f"{found[1]} {local_time(at)}", waits
+        r"^(until|(?:.*; )?to be offered again at|its worker is silent: .* until) .+$",
+        lambda found: f"{found[1]} {local_time(at)}",
+        waits,
     )

@@ -197,7 +197,8 @@ def _task_name(task: dict[str, Any]) -> str:
 def _task_row(task: dict[str, Any]) -> dict[str, object]:
     notes = []
     if task["waits"]:
-        waits = local_waits(task["waits"], task["available_at"])
+        at = task["lease_expires_at"] if task["state"] == "running" else task["available_at"]
+        waits = local_waits(task["waits"], at)
         notes.append(f"waits: {waits}" if task["state"] in ("pending", "ready") else waits)
     if task["map_count"] is not None and task["state"] != "pending":
         notes.append(counted(task["map_count"], "element"))

@@ -10,6 +10,17 @@ from flowforge.doctor.setup import Check, Setup, Verdict, length, ok, problem, s
 _SILENT_SCHEDULER = 30.0  # seconds; the longest pace of reaping that can be set is 10
 _LAG = 15.0  # seconds
 _MANY = 1000  # beyond which nothing is counted exactly
+_LATELY = 120.0  # seconds; as long as a worker is taken for alive without a word
+
+# Queues in which work waits and that no worker has announced, and whether some worker is at it all the same.
+_UNSERVED = """
+    select q.queue,
+        q.drain_rate > 0 and q.drained_at > now() - make_interval(secs => %s)
+        or exists (select from flowforge.task_run_status s where s.lease_expires_at is not null and s.queue = q.queue)
+    from flowforge.queue_status q
+    where q.capacity = 0 and (q.dispatched > 0 or q.eligible > 0 and q.paused_at is null)
+    order by q.queue
+"""
 
 
 def _scheduler_is_silent(setup: Setup) -> bool:
@@ -89,19 +100,29 @@ def _commands(setup: Setup, command: str, names: Iterable[str]) -> str:
 
 
 def _workers(setup: Setup) -> Verdict:
-    found = [
-        queue
-        for (queue,) in setup.rows(
-            "select queue from flowforge.queue_status where capacity = 0 "
-            "and (dispatched > 0 or eligible > 0 and paused_at is null) order by queue"
-        )
-    ]
+    found = setup.rows(_UNSERVED, _LATELY)
     alive = setup.count("workers")
-    if found:
-        options = " ".join(f"--queue {shlex.quote(queue)}" for queue in found)
+    served = [queue for queue, at_work in found if at_work]
+    if alone := [queue for queue, at_work in found if not at_work]:
+        options = " ".join(f"--queue {shlex.quote(queue)}" for queue in alone)
         return problem(
-            f"work waits in {some(found)}, which no live worker has announced that it serves",
+            f"work waits in {some(alone)}, which no live worker has announced that it serves",
             f"start one that has the handlers: {setup.command(f'worker MODULE {options}')}",
+        )
+    if setup.count("unknown_handler"):
+        unknown = setup.rows(
+            "select handler, queue, task_runs, extract(epoch from age)::float8 "
+            "from flowforge.unknown_handlers order by age desc"
+        )
+        shown = some(f"{name} ({count} in {queue}, for {length(age)})" for name, queue, count, age in unknown)
+        return warning(
+            f"no worker knows {shown}; what nobody has known for 15 minutes fails",
+            "start workers that have these handlers; applications that share a queue need queues of their own",
+        )
+    if served:
+        return warning(
+            f"work of {some(served)} is claimed, by workers that have not announced that they serve it",
+            "let them call announce_worker every 30 s, or the window of the queue stays small",
         )
     return ok(f"{alive} alive" if alive else "none is alive, and nothing waits for one")
 

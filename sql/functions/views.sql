@@ -116,12 +116,21 @@ select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_ind
         when tr.stage = 'eligible' and q.paused_at is not null then format('queue %s is paused', q.name)
         when tr.stage = 'eligible' and (s.reaper_ticked_at > flowforge._reading() - interval '1 minute') is not true then
             'for a scheduler: none is running'
-        when tr.stage = 'eligible' then format('for room in the window of queue %s', q.name)
+        -- As of the last dispatch from it: to count what is in the window, for each row, would cost too much.
+        when tr.stage = 'eligible' and (q.sampled_window >= coalesce(q.window_size, 100)
+            or (select true from flowforge.task_run o where case when o.stage = 'reoffered' then o.queue_id end = q.queue_id
+                offset coalesce(q.window_size, 100) limit 1))
+            then format('for room in the window of queue %s', q.name)
+        when tr.stage = 'eligible' then 'for the scheduler to dispatch it'
         when tr.stage = 'reoffered' and tr.unknown_handler_since is not null then
             format('for a worker that knows handler %s; to be offered again at %s', t.handler, tr.available_at)
         when tr.stage = 'reoffered' then format('to be offered again at %s', tr.available_at)
         when tr.stage = 'dispatched' then format('for a worker of queue %s', q.name)
         when tr.state = 'skipped' then format('rule %s was not met', t.rule)
+        -- Workers renew every third of the lease. Near the time limit, past which no lease goes, renewals do not show.
+        when tr.stage = 'leased' and tr.lease_expires_at - tr.lease_length / 2 < flowforge._reading()
+            and (tr.lease_expires_at >= tr.deadline) is not true
+            then format('its worker is silent: held by %s until %s', tr.lease_owner, tr.lease_expires_at)
     end as waits,
     q.name as queue, t.handler, tr.priority, tr.attempt, t.max_attempts, tr.reaps, t.max_reaps, tr.fencing_token, tr.dispatch_id,
     tr.available_at, tr.ready_at, tr.started_at, tr.finished_at,
@@ -145,7 +154,7 @@ comment on column flowforge.task_run_status.workflow is 'Name of the workflow.';
 comment on column flowforge.task_run_status.task is 'Name of the task.';
 comment on column flowforge.task_run_status.map_index is 'Position of an element in the mapped array, from 0; null: the task''s own row.';
 comment on column flowforge.task_run_status.state is 'State; see the type task_run_state.';
-comment on column flowforge.task_run_status.waits is 'What it waits for, in words; null: nothing.';
+comment on column flowforge.task_run_status.waits is 'What it waits for, in words; null: nothing. Of a running one: that its worker has not renewed the lease for half of it.';
 comment on column flowforge.task_run_status.queue is 'Queue it is dispatched to.';
 comment on column flowforge.task_run_status.handler is 'What a worker looks up to run it.';
 comment on column flowforge.task_run_status.priority is 'Priority of run and task together; larger goes first.';
@@ -194,6 +203,20 @@ comment on column flowforge.attempt_status.ended_at is 'When it ended.';
 comment on column flowforge.attempt_status.duration is 'From the claim to the end.';
 comment on column flowforge.attempt_status.error is 'Why it ended so.';
 
+create or replace view flowforge.unknown_handlers as
+select t.handler, q.name as queue, count(*) as task_runs, flowforge._reading() - min(tr.unknown_handler_since) as age
+from flowforge.task_run tr
+join flowforge.task t on t.task_id = tr.task_id
+join flowforge.queue q on q.queue_id = tr.queue_id
+where tr.stage = 'reoffered' and tr.unknown_handler_since is not null
+group by t.handler, q.name;
+comment on view flowforge.unknown_handlers is
+    'Handlers that no worker has known yet, of task runs that are offered again later; after 15 minutes they fail.';
+comment on column flowforge.unknown_handlers.handler is 'Name of the handler.';
+comment on column flowforge.unknown_handlers.queue is 'Queue whose workers were asked for it.';
+comment on column flowforge.unknown_handlers.task_runs is 'Number of the task runs.';
+comment on column flowforge.unknown_handlers.age is 'How long ago the first of them was first given back.';
+
 create or replace view flowforge.dead_letters as
 select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_index, q.name as queue, t.handler, tr.attempt,
     tr.reaps, case when tr.state = 'failed' then tr.finished_at end as finished_at, tr.last_owner as worker, tr.error
@@ -233,7 +256,7 @@ select q.name as queue, q.paused_at, coalesce(q.window_size, greatest(100, 4 * c
     (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'reoffered') as reoffered,
     flowforge._reading() - (select min(tr.available_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as oldest_eligible_age,
     flowforge._reading() - (select min(tr.ready_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as oldest_dispatched_age,
-    q.drain_rate, q.redispatch_delay, c.capacity
+    q.drain_rate, q.redispatch_delay, c.capacity, q.drained_at
 from flowforge.queue q
 cross join lateral (
     select coalesce(sum(w.capacity), 0)::bigint as capacity from flowforge.worker w
@@ -251,6 +274,7 @@ comment on column flowforge.queue_status.oldest_dispatched_age is 'How long ago 
 comment on column flowforge.queue_status.drain_rate is 'Recent pace of claims a second while the queue was busy.';
 comment on column flowforge.queue_status.redispatch_delay is 'How long a published message may stay unclaimed.';
 comment on column flowforge.queue_status.capacity is 'Task runs that its announced workers execute at once.';
+comment on column flowforge.queue_status.drained_at is 'When fewer, or none, were last seen waiting for a worker than before: something was claimed, or nothing waited.';
 
 create or replace view flowforge.worker_status as
 select w.name as worker, w.queues, w.capacity, w.started_at, w.seen_at, w.seen_at > flowforge._reading() - interval '2 minutes' as alive,

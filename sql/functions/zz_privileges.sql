@@ -57,7 +57,7 @@ to flowforge_operator;
 
 grant select on
     flowforge.workflow_status, flowforge.workflow_version_status, flowforge.run_status, flowforge.run_input, flowforge.task_run_status, flowforge.attempt_status, flowforge.dead_letters,
-    flowforge.queue_status, flowforge.worker_status, flowforge.health, flowforge.limits
+    flowforge.queue_status, flowforge.worker_status, flowforge.unknown_handlers, flowforge.health, flowforge.limits
 to flowforge_reader, flowforge_operator;
 -- The views read the clock, with the rights of whoever reads them.
 grant execute on function flowforge._clock(), flowforge._reading() to flowforge_reader, flowforge_operator;

@@ -323,6 +323,36 @@ def test_work_waits_and_there_is_no_worker(patient: Patient) -> None:
     patient.well("workers")
 
 
+def test_workers_that_do_not_announce_themselves_are_no_problem(patient: Patient) -> None:
+    """To announce oneself is optional; what is held, or was claimed lately, shows that somebody is there."""
+    patient.work(count=2)
+    patient.sql("select flowforge.dispatch_ready()")
+    patient.problem("workers")
+    patient.sql("select flowforge.claim_next('{default}', 'w1', gen_random_uuid(), '1 h', 1)")
+    found = patient.warning("workers")
+    assert found["detail"].startswith("work of default is claimed, by workers that have not announced")
+    patient.sql("select flowforge.finish_task_run(1, 1, 'succeeded')")
+    patient.problem("workers")
+    patient.sql("update flowforge.queue set drain_rate = 2, drained_at = now()")
+    patient.warning("workers")
+    patient.sql("update flowforge.queue set drained_at = now() - interval '3 min'")
+    patient.problem("workers")
+
+
+def test_handlers_that_no_worker_knows(patient: Patient) -> None:
+    patient.work()
+    patient.sql("select flowforge.announce_worker('w1', '{default}', 1)")
+    patient.sql("select flowforge.dispatch_ready()")
+    patient.sql("select flowforge.claim_next('{default}', 'w1', gen_random_uuid(), '1 h')")
+    patient.sql("select flowforge.release_task_run(1, 1, 'unknown_handler')")
+    patient.sql("update flowforge.task_run set unknown_handler_since = now() - interval '3 min'")
+    found = patient.warning("workers")
+    assert found["detail"].startswith("no worker knows w.t0 (1 in default, for 0:03:0")
+    patient.sql("select flowforge._promote_due(now() + interval '1 min', 10)")
+    patient.sql("select flowforge.claim_next('{default}', 'w1', gen_random_uuid(), '1 h')")
+    patient.well("workers")
+
+
 def test_an_order_that_can_never_be_published(patient: Patient) -> None:
     patient.work()
     patient.sql("select flowforge.dispatch_ready()")

@@ -75,6 +75,10 @@ def test_what_a_task_run_waits_for(engine: Engine) -> None:
         ("queue p is paused",),
     }
     engine.reap()
+    assert set(engine.rows("select waits from flowforge.task_run_status where unmet = 0")) == {
+        ("for the scheduler to dispatch it",),  # there is room
+        ("queue p is paused",),
+    }
     engine.schedule()
     claims = {claim.task: claim for claim in engine.claim_next()}
 
@@ -93,6 +97,8 @@ def test_what_a_task_run_waits_for(engine: Engine) -> None:
     found = waits()
     until = engine.task_run(run_id, "later").available_at
     offered = engine.task_run(run_id, "again").available_at
+    (unknown,) = engine.rows("select handler, queue, task_runs, age::text from flowforge.unknown_handlers")
+    assert unknown == ("w.again", "default", 1, "00:00:00")
     assert found.pop("later") == engine.value("select format('until %%s', %s::timestamptz)", until)
     assert found.pop("again") == engine.value(
         "select format('for a worker that knows handler w.again; to be offered again at %%s',"
@@ -111,6 +117,48 @@ def test_what_a_task_run_waits_for(engine: Engine) -> None:
     engine.finish(claims["a"])
     engine.schedule()
     assert waits()["b"] == "rule any_failed was not met"
+
+
+def test_a_worker_that_does_not_renew_is_told_of_before_its_lease_ends(engine: Engine) -> None:
+    engine.start(task("a"), task("short", time_limit=20))
+    claims = engine.claim_next()
+    tokens = ([each.task_run_id for each in claims], [each.fencing_token for each in claims])
+
+    def silent() -> dict[str, str]:
+        return {
+            row.task: row.waits for row in engine.rows("select * from flowforge.task_run_status") if row.waits
+        }
+
+    engine.advance("11 s")  # a renewal that is somewhat late
+    assert silent() == {}
+    engine.table("renew_leases", *tokens, "30 s")
+    engine.advance("14 s")
+    assert silent() == {}
+    engine.advance("2 s")
+    until = engine.task_run(claims[0].run_id, "a").lease_expires_at
+    # Of a lease that the time limit has cut short nobody can tell when it was renewed.
+    expected = "select format('its worker is silent: held by worker until %%s', %s::timestamptz)"
+    assert silent() == {"a": engine.value(expected, until)}
+
+
+def test_room_in_the_window_is_also_taken_by_what_is_offered_again(engine: Engine) -> None:
+    engine.define(*(task(f"t{number}") for number in range(4)))
+    engine.call("configure_queue", "default", window_size=1)
+    engine.trigger()
+    engine.reap()
+    for _ in range(2):
+        engine.schedule()
+        for _ in range(2):  # the first time, it comes back at once
+            claim = engine.claim_one()
+            engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "crashed")
+    engine.advance("2 s")
+    engine.schedule()
+    assert engine.value("select dispatched from flowforge.queue_status") == 0
+    found = {
+        row.waits
+        for row in engine.rows("select waits from flowforge.task_run_status where state = 'pending'")
+    }
+    assert found == {"for room in the window of queue default"}
 
 
 def test_task_run_status_shows_who_ran_it_and_for_how_long(engine: Engine) -> None:
