@@ -25,6 +25,16 @@ ask() {
     done
 }
 
+# Optional: who has announced itself is listed by `flowforge workers`, and counts for the window of its queue.
+announced=0
+announce() {
+    if [ $(($(date +%s) - announced)) -ge 30 ]; then
+        announced=$(date +%s)
+        echo "select flowforge.announce_worker(:'worker', array[:'queue'], 1);" |
+            ask -v queue="${FLOWFORGE_QUEUES:-default}" -v worker="$worker" >/dev/null
+    fi
+}
+
 release() { # reason
     echo "select flowforge.release_task_run(:id, :token, :'reason');" | ask -v id="$id" -v token="$token" -v reason="$1"
 }
@@ -48,6 +58,7 @@ run() { # of the task run $id under $token: seconds of the lease, seconds of the
     handler=$! why= begun=$(date +%s) renewed=$(date +%s)
     while [ -z "$why" ] && kill -0 $handler 2>/dev/null; do
         sleep 0.1
+        announce
         now=$(date +%s)
         if [ $((now - renewed)) -ge $(($1 / 3)) ]; then
             renewed=$now
@@ -80,6 +91,7 @@ run() { # of the task run $id under $token: seconds of the lease, seconds of the
 }
 
 while [ -z "$ended" ]; do
+    announce
     claim_id=$(echo 'select gen_random_uuid();' | ask)
     claimed=$(ask -v queue="${FLOWFORGE_QUEUES:-default}" -v worker="$worker" -v claim_id="$claim_id" <<'END'
 select task_run_id, fencing_token, floor(extract(epoch from lease)), coalesce(ceil(extract(epoch from time_limit)), 999999999),
