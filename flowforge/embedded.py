@@ -29,6 +29,7 @@ from typing import Self
 from urllib.parse import quote, urlencode
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from flowforge.binaries import Owner, find_binaries, make_directory, run_as, server_owner
 from flowforge.errors import EmbeddedPostgresError
@@ -42,7 +43,8 @@ STOP_SECONDS = 60.0
 _OWN_NAMES = frozenset(
     {"data", "data.new", "pgpass", "postgres.log", "postgres.log.1", "lock", "run", "dsn", "lost+found"}
 )
-_SOCKET_NAME = ".s.PGSQL.5432"
+_PORT = 5432  # of its socket's name
+_LONGEST_SOCKET_NAME = ".s.PGSQL.65535"
 _SOCKET_PATH_MAX = 103  # sun_path of the smaller systems, without its terminator
 _LOG_MAX_BYTES = 10_000_000
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +71,15 @@ def running_dsn(directory: Path | None = None) -> str | None:
             return (directory / "dsn").read_text().strip()
     except OSError:
         pass
+    return None
+
+
+def directory_of(dsn: str) -> Path | None:
+    """The directory of the embedded server that `dsn` names, or None when it names another one."""
+    with contextlib.suppress(psycopg.Error, OSError):
+        passfile = conninfo_to_dict(dsn).get("passfile")
+        if passfile and (directory := Path(str(passfile)).parent).joinpath("lock").exists():
+            return directory
     return None
 
 
@@ -132,7 +143,8 @@ class EmbeddedPostgres:
 
     @property
     def dsn(self) -> str:
-        """The connection string; it names the password file and holds no password, so it may be shown."""
+        """The connection string; it names the password file and holds no password, so it may be shown. The
+        one without a port works with a port as well."""
         return self._dsn(DATABASE)
 
     @property
@@ -250,13 +262,16 @@ class EmbeddedPostgres:
     def _make_socket_directory(self, owner: Owner | None) -> Path:
         directory = self.directory / "run"
         shutil.rmtree(directory, ignore_errors=True)
-        if len(os.fsencode(directory / _SOCKET_NAME)) > _SOCKET_PATH_MAX:
+        if len(os.fsencode(directory / _LONGEST_SOCKET_NAME)) > _SOCKET_PATH_MAX:
             directory = Path(tempfile.mkdtemp(prefix="ff-"))
-            if len(os.fsencode(directory / _SOCKET_NAME)) > _SOCKET_PATH_MAX:
+            if len(os.fsencode(directory / _LONGEST_SOCKET_NAME)) > _SOCKET_PATH_MAX:
                 directory.rmdir()
                 directory = Path(tempfile.mkdtemp(prefix="ff-", dir="/tmp"))
         else:
             directory.mkdir(mode=0o700)
+        if self._port not in (None, _PORT):
+            # PostgreSQL calls its socket after the port: that connection strings without one still work.
+            (directory / f".s.PGSQL.{_PORT}").symlink_to(f".s.PGSQL.{self._port}")
         _give(directory, owner)
         return directory
 
@@ -323,7 +338,7 @@ class EmbeddedPostgres:
                 self.log.replace(self.log.with_suffix(".log.1"))
         settings = {
             "listen_addresses": "127.0.0.1" if self._port else "",
-            "port": str(self._port or 5432),
+            "port": str(self._port or _PORT),
             "unix_socket_directories": str(self._sockets),
             "unix_socket_permissions": "0700",
             "cluster_name": "flowforge",

@@ -358,11 +358,7 @@ def up(
     config = _replaced(Config.from_environment().replace(database_url=database_url), flags)
     server = None if config.database_url else EmbeddedPostgres(data_dir, port=port)
     if server is None:
-        find_database(database_url)  # refuses what is no connection string
-    if server is None and (data_dir or port):
-        raise click.UsageError(
-            "--data-dir and --port are for the embedded PostgreSQL, but a database is given."
-        )
+        _check_given(database_url, own=data_dir or port)
     _logging(config)
     workflows = load_workflows(modules)
     config = _serving(config, flags["queues"], workflows)
@@ -372,6 +368,27 @@ def up(
         ctx.exit(code)
     if not as_json:
         click.echo("Stopped.")
+
+
+def _check_given(database_url: str | None, own: object) -> None:
+    """Refuses a database that `up` was given and that is of no use; `own`: it was asked for one of its
+    own, too."""
+    from flowforge.embedded import directory_of, running_dsn
+
+    config = find_database(database_url)  # refuses what is no connection string
+    source = "--database-url" if database_url else given()["database_url"][1]
+    unset = "unset it" if source.isupper() else "leave it out"
+    if own:
+        raise click.UsageError(
+            f"--data-dir and --port are for the embedded PostgreSQL, but {source} names a database; "
+            f"{unset} to have the embedded one."
+        )
+    directory = directory_of(config.database_url)
+    if directory is not None and running_dsn(directory) is None:
+        raise ConfigError(
+            f"{source} names the embedded PostgreSQL in {directory}, which does not run: {unset}, and "
+            "`flowforge up` starts it (with --data-dir where the data is not at its default place)"
+        )
 
 
 def _ready(as_json: bool) -> Callable[[Up], None]:

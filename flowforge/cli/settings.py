@@ -17,7 +17,8 @@ def config(as_json: bool) -> None:
     """List the settings: what holds, and where it is from.
 
     From the environment, else from the TOML file of --config or FLOWFORGE_CONFIG, else the default; options
-    of a command go before all of them. Passwords are not shown. A bad value is an error, as it is for each
+    of a command go before all of them. Without a database, it is that of a running `up`. Passwords are not
+    shown. A bad value is an error, as it is for each
     command.
 
     \b
@@ -26,7 +27,12 @@ def config(as_json: bool) -> None:
       flowforge --config flowforge.toml config
       flowforge config --json
     """
+    from flowforge.embedded import running_dsn
+
     holds, sources = Config.from_environment(), given()
+    if not holds.database_url and (found := running_dsn()):  # as all other commands do
+        holds = holds.replace(database_url=found)
+        sources["database_url"] = found, "flowforge up"
     rows = []
     for each in dataclasses.fields(Config):
         value = _shown(each, getattr(holds, each.name))

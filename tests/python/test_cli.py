@@ -108,6 +108,12 @@ def test_config_tells_what_holds_and_whence_without_passwords(settings_file: Pat
     assert "s3cret" not in text
 
 
+def test_config_tells_of_the_database_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowforge.embedded.running_dsn", lambda: "postgresql://flowforge@/flowforge")
+    [found] = [each for each in Shell("").documents("config") if each["setting"] == "database_url"]
+    assert (found["value"], found["from"]) == ("postgresql://flowforge@/flowforge", "flowforge up")
+
+
 def test_a_database_of_the_file_is_used_and_blamed(db: Database, settings_file: Path) -> None:
     shell = Shell("")
     settings_file.write_text(f"database_url = {json.dumps(db.dsn)}")
@@ -419,4 +425,17 @@ def test_publisher_without_a_broker_says_what_to_set(db: Database) -> None:
 
 
 def test_up_refuses_options_of_a_server_it_will_not_start() -> None:
-    assert "--data-dir" in Shell("host=nowhere")("up", "--data-dir", "x", code=exits.EXIT_USAGE).stderr
+    told = Shell("host=nowhere")("up", "--data-dir", "x", code=exits.EXIT_USAGE).stderr
+    assert "--data-dir and --port are for" in told
+    assert "FLOWFORGE_DATABASE_URL names a database; unset it" in " ".join(told.split())
+    option = Shell("")("up", "--port", "5", "--database-url", "host=x", code=exits.EXIT_USAGE).stderr
+    assert "--database-url names a database; leave it out" in " ".join(option.split())
+
+
+def test_up_is_not_to_be_given_the_database_that_it_would_start(tmp_path: Path) -> None:
+    """The connection string that `up` printed, exported, and used once `up` has ended."""
+    (tmp_path / "lock").touch()
+    dsn = f"postgresql://flowforge@/flowforge?host={tmp_path}/run&passfile={tmp_path}/pgpass"
+    told = Shell(dsn)("up", code=exits.EXIT_CONFIG).stderr
+    assert f"FLOWFORGE_DATABASE_URL names the embedded PostgreSQL in {tmp_path}, which does not run" in told
+    assert "unset it" in told

@@ -124,7 +124,10 @@ def test_it_is_private(directory: Path) -> None:
 
 def test_port_listens_on_this_machine_alone_and_asks_for_the_password(directory: Path) -> None:
     port = free_port()
+    with EmbeddedPostgres(directory) as server:
+        former = server.dsn
     with EmbeddedPostgres(directory, port=port) as server:
+        assert value(former, "select current_setting('port')") == str(port)  # it works as before
         assert urlsplit(server.dsn).netloc == f"flowforge@127.0.0.1:{port}"
         assert value(server.dsn, "show listen_addresses") == "127.0.0.1"
         assert value(server.dsn, "select 1") == 1
