@@ -1,7 +1,9 @@
 """Structured logs: one line an event, JSON or text, with stable keys.
 
 Use `log = log.of("scheduler")`, then `log.info("event in words", run=1, task_run=2)`. Keys in use: daemon,
-run, task_run, dispatch, attempt, token, queue, count, error, seconds. Never a payload, never a password."""
+run, task_run, dispatch, attempt, token, queue, count, error, seconds. Never a payload, never a password.
+Lines of others, which handlers and libraries log, have `logger` instead of `daemon`, and what they are
+about."""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 _ROOT = "flowforge"
+
+_about: ContextVar[dict[str, Any] | None] = ContextVar("flowforge log", default=None)
 
 # Control characters but newline and tab, and what breaks lines or turns the direction of text unseen.
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -67,12 +73,40 @@ def of(daemon: str) -> Log:
 def configure(form: str = "text", level: str = "info", stream: TextIO | None = None) -> None:
     """Write FlowForge's lines to `stream` (standard error) as `form`, json or text. Calling again replaces
     the first."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text())
     root = logging.getLogger(_ROOT)
-    root.handlers[:] = [handler]
+    root.handlers[:] = [_handler(form, stream)]
     root.setLevel(level.upper())
     root.propagate = False
+
+
+def configure_others(
+    form: str = "text", level: str = "info", modules: Iterable[str] = (), stream: TextIO | None = None
+) -> None:
+    """Write what handlers and libraries log by the standard library's logging in the same form, with the task
+    run that it is `about`. Nothing is changed where somebody has set that up. Of level debug, only what the
+    packages of `modules` (MODULE[:NAME]) log is written: libraries have too much to say."""
+    root = logging.getLogger()
+    if root.handlers:
+        return
+    root.addHandler(_handler(form, stream))
+    if root.level == logging.WARNING:  # which it is by itself
+        root.setLevel(max(logging.INFO, logging.getLevelNamesMapping()[level.upper()]))
+    if level == "debug":
+        for module in modules:
+            package = logging.getLogger(module.partition(":")[0].partition(".")[0])
+            if package.level == logging.NOTSET:
+                package.setLevel(logging.DEBUG)
+
+
+def about(**keys: Any) -> None:
+    """In the present context, and in those copied from it, what others than FlowForge log has these keys."""
+    _about.set(keys)
+
+
+def _handler(form: str, stream: TextIO | None) -> logging.Handler:
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    return handler
 
 
 def reset() -> None:
@@ -87,7 +121,10 @@ def reset() -> None:
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
     fields = {"time": moment, "level": record.levelname.lower(), "event": record.getMessage()}
-    return fields | getattr(record, "keys", {})
+    keys: dict[str, Any] | None = getattr(record, "keys", None)
+    if keys is not None and record.name.startswith(f"{_ROOT}."):
+        return fields | keys
+    return fields | {"logger": record.name} | (_about.get() or {})
 
 
 class _Json(logging.Formatter):
@@ -102,7 +139,7 @@ class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
         moment, level, event = fields.pop("time"), fields.pop("level"), fields.pop("event")
-        daemon = fields.pop("daemon", record.name)
+        daemon = fields.pop("daemon", None) or fields.pop("logger", record.name)
         if "\n" in event:  # as the text of an exception may have
             event = json.dumps(event, ensure_ascii=False)
         rest = "".join(f" {key}={_shown(value)}" for key, value in fields.items())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import logging
 import re
 import socket
 import uuid
@@ -36,6 +37,9 @@ _OWNER = ROLES[0]
 
 # Any number does, as long as it never changes: it keeps runners of this database apart.
 _LOCK = 0x466C6F77466F7267
+
+# What it has to say is in the report.
+logging.getLogger("yoyo").setLevel(logging.WARNING)
 
 _log = log.of("migrate")
 

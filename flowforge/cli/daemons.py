@@ -184,6 +184,16 @@ def _serving(config: Config, queues: Iterable[str], workflows: Iterable[Workflow
     return config
 
 
+def _loaded(modules: tuple[str, ...], config: Config) -> list[Workflow]:
+    """The workflows of the modules, and what their handlers log set up, unless a module has done that."""
+    from flowforge import log
+    from flowforge.loading import load_workflows
+
+    workflows = load_workflows(modules)
+    log.configure_others(config.log_format, config.log_level, modules)
+    return workflows
+
+
 def _logging(config: Config) -> Config:
     from flowforge import log
 
@@ -296,11 +306,10 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
       flowforge worker my_project.workflows
       flowforge worker my_project.workflows:etl -c 16 -q default -q reports
     """
-    from flowforge.loading import load_workflows
     from flowforge.worker import daemon
 
     config = _configured(database_url, flags)
-    workflows = load_workflows(modules)
+    workflows = _loaded(modules, config)
     config = _serving(config, flags["queues"], workflows)
     warn_of_unregistered(config, workflows)
     ctx.exit(daemon.run(daemon.handlers_of(workflows), config, sources=modules))
@@ -353,14 +362,13 @@ def up(
     """
     from flowforge import up as everything
     from flowforge.embedded import EmbeddedPostgres
-    from flowforge.loading import load_workflows
 
     config = _replaced(Config.from_environment().replace(database_url=database_url), flags)
     server = None if config.database_url else EmbeddedPostgres(data_dir, port=port)
     if server is None:
         _check_given(database_url, own=data_dir or port)
     _logging(config)
-    workflows = load_workflows(modules)
+    workflows = _loaded(modules, config)
     config = _serving(config, flags["queues"], workflows)
     with acting():
         code = everything.run(config, workflows, sources=modules, server=server, ready=_ready(as_json))

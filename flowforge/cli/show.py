@@ -95,7 +95,7 @@ def show(
     click.echo()
     columns = {"task": "task", "state": "state", "attempt": "attempt", "took": "duration", "worker": "worker"}
     print_table(columns | {"note": "notes"}, [_task_row(each) for each in tasks])
-    # Of what waits for a worker again, the last execution is an earlier one too, though it has the same token.
+    # Of what waits for a worker again, the last execution is an earlier one too, of the same token.
     shown = {
         each["task_run_id"]: (each["attempt"], each["fencing_token"] + (each["state"] == "ready"))
         for each in tasks

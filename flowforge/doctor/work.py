@@ -16,7 +16,9 @@ _LATELY = 120.0  # seconds; as long as a worker is taken for alive without a wor
 _UNSERVED = """
     select q.queue,
         q.drain_rate > 0 and q.drained_at > now() - make_interval(secs => %s)
-        or exists (select from flowforge.task_run_status s where s.lease_expires_at is not null and s.queue = q.queue)
+        or exists (
+            select from flowforge.task_run_status s
+            where s.lease_expires_at is not null and s.queue = q.queue)
     from flowforge.queue_status q
     where q.capacity = 0 and (q.dispatched > 0 or q.eligible > 0 and q.paused_at is null)
     order by q.queue
@@ -117,7 +119,7 @@ def _workers(setup: Setup) -> Verdict:
         shown = some(f"{name} ({count} in {queue}, for {length(age)})" for name, queue, count, age in unknown)
         return warning(
             f"no worker knows {shown}; what nobody has known for 15 minutes fails",
-            "start workers that have these handlers; applications that share a queue need queues of their own",
+            "start workers that have these handlers; applications that share a queue need one each",
         )
     if served:
         return warning(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import inspect
 import os
@@ -39,6 +40,7 @@ from flowforge.worker.execution import (
     causes,
     leave_if_forked,
     report_of,
+    tell_log,
     unstarted,
 )
 from flowforge.worker.failures import reason_of
@@ -158,6 +160,8 @@ class Child:
         log.configure(setup.config.log_format, setup.config.log_level)
         try:
             handlers = _load(setup)
+            # Afterwards, since a module may set up logging by itself.
+            log.configure_others(setup.config.log_format, setup.config.log_level, setup.sources)
             threading.Thread(target=self._listen, name="flowforge-worker", daemon=True).start()
             limit_memory(setup.config.memory_limit)
         except FlowForgeError as error:
@@ -174,9 +178,11 @@ class Child:
         try:
             begun = execution.begin()
             if begun:
-                returned = handler(Context(execution, self, config))
+                context = contextvars.copy_context()
+                context.run(tell_log, execution)
+                returned = context.run(handler, Context(execution, self, config))
                 if inspect.iscoroutine(returned):
-                    returned = asyncio.run(awaited(execution, returned))
+                    returned = context.run(asyncio.run, awaited(execution, returned))
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler is its failure, not the process's
             raised = exc
         leave_if_forked(self._pid, raised)

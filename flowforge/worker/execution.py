@@ -243,6 +243,12 @@ async def awaited(execution: Execution, coroutine: Awaitable[object]) -> object:
     return await coroutine
 
 
+def tell_log(execution: Execution) -> None:
+    """What is logged in the present context is about this task run."""
+    claim = execution.claim
+    log.about(run=claim.run_id, task_run=claim.task_run_id, task=claim.task)
+
+
 # -- from the handler's end to a report
 
 

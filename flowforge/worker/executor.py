@@ -23,6 +23,7 @@ from flowforge.worker.execution import (
     judge,
     leave_if_forked,
     report_of,
+    tell_log,
     unstarted,
 )
 from flowforge.worker.failures import Failures
@@ -231,10 +232,12 @@ class Executor:
             begun = execution.begin()
             if begun:
                 # In a context of its own: what a handler sets there is not for the next one on this thread.
-                returned = contextvars.copy_context().run(handler, self._context(execution))
+                context = contextvars.copy_context()
+                context.run(tell_log, execution)
+                returned = context.run(handler, self._context(execution))
                 if inspect.iscoroutine(returned):
                     # A function that is async without looking like it, such as a wrapped one.
-                    returned = asyncio.run(awaited(execution, returned))
+                    returned = context.run(asyncio.run, awaited(execution, returned))
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler must not end the worker
             raised = exc
         leave_if_forked(self._pid, raised)
@@ -270,6 +273,7 @@ class Executor:
         try:
             begun = execution.begin()
             current.set(execution)
+            tell_log(execution)
             if begun:
                 returned = await awaited(execution, handler(self._context(execution)))
         except BaseException as exc:  # noqa: BLE001 -- neither cancellation nor SystemExit may reach the loop

@@ -7,6 +7,7 @@ that some wait for.
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -94,6 +95,30 @@ def book(ctx: Context) -> None:
 @graph.task(after=[each], isolation="threads")
 def near(ctx: Context) -> int:
     return os.getpid()
+
+
+logs = Workflow("logs")
+
+
+@logs.task
+def isolated(ctx: Context) -> None:
+    logging.getLogger(__name__).info("isolated %s", "at work")
+    logging.getLogger(__name__).debug("isolated in detail")
+    logging.getLogger("a_library").debug("noise")
+
+
+@logs.task(isolation="threads")
+def threaded(ctx: Context) -> None:
+    try:
+        raise ValueError("no luck")
+    except ValueError:
+        logging.getLogger("shop").exception("threaded\nat work")
+    logging.getLogger("a_library").debug("noise")
+
+
+@logs.task(isolation="threads")
+async def awaiting(ctx: Context) -> None:
+    await asyncio.to_thread(logging.getLogger("shop").warning, "awaiting at work")
 
 
 @flow("pid")

@@ -430,6 +430,32 @@ def program(scene: Scene) -> Iterator[Callable[..., Process]]:
         process.stop()
 
 
+def test_what_handlers_log_is_told_with_their_task_run(scene: Scene, program: Callable[..., Process]) -> None:
+    """By the standard library's logging, in threads, on the event loop, in what that hands to threads, and in
+    processes; and libraries' debugging is not."""
+    process = program("--log-level", "debug")
+    run = scene.trigger(flows.logs)
+    assert scene.bench.wait_run(run) == ["succeeded"]
+    process.stop()
+    assert all(line.startswith("{") for line in process.log.read_text().splitlines())
+    told = {each["event"]: each for each in process.entries() if "logger" in each}
+    tasks = {name: task["task_run_id"] for name, task in scene.bench.tasks(run).items()}
+
+    def about(event: str) -> tuple[object, ...]:
+        each = told.pop(event)
+        return (*(each[key] for key in ("level", "logger", "run")), {each["task"]: each["task_run"]})
+
+    def mine(task: str) -> tuple[object, ...]:
+        return run, {task: tasks[task]}
+
+    assert "ValueError: no luck" in told["threaded\nat work"]["traceback"]
+    assert about("isolated at work") == ("info", FLOWS, *mine("isolated"))
+    assert about("isolated in detail") == ("debug", FLOWS, *mine("isolated"))
+    assert about("threaded\nat work") == ("error", "shop", *mine("threaded"))
+    assert about("awaiting at work") == ("warning", "shop", *mine("awaiting"))
+    assert told == {}
+
+
 def test_a_process_does_not_outlive_a_worker_that_was_killed(
     scene: Scene, program: Callable[..., Process]
 ) -> None:

@@ -1,7 +1,9 @@
 """The loop of every daemon: it wakes, outlasts what passes, ends with one line where nothing heals, stops."""
 
+import contextvars
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -551,6 +553,37 @@ def test_an_event_of_several_lines_is_one_line() -> None:
         log.reset()
     (line,) = stream.getvalue().splitlines()
     assert line.endswith(r'error   probe: "no schema\nHINT: run `migrate` für \"x\"" error="a\nb"')
+
+
+def fresh_root(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """The root logger as a program finds it. No fixture: pytest adds its own once those are made."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    return root
+
+
+def test_what_others_log_has_the_same_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, stream = fresh_root(monkeypatch), io.StringIO()
+    log.configure_others("text", "debug", ["root_of_mine.flows:etl"], stream)
+    context = contextvars.copy_context()
+    context.run(log.about, run=7, task="a b")
+    context.run(logging.getLogger("library").info, "in %s", "it")
+    logging.getLogger("root_of_mine.other").debug("outside")
+    logging.getLogger("library").debug("not shown")
+    inside, outside = stream.getvalue().splitlines()
+    assert inside.endswith('info    library: in it run=7 task="a b"')
+    assert outside.endswith("debug   root_of_mine.other: outside")
+    log.configure_others("json", "debug", [], stream)
+    assert len(root.handlers) == 1
+
+
+def test_logging_that_a_module_has_set_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, handler = fresh_root(monkeypatch), logging.NullHandler()
+    root.addHandler(handler)
+    log.configure_others("text", "debug", ["another_of_mine"])
+    assert (root.handlers, root.level) == ([handler], logging.WARNING)
+    assert logging.getLogger("another_of_mine").level == logging.NOTSET
 
 
 def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
