@@ -21,7 +21,7 @@ from flowforge import log
 from flowforge.db import is_transient
 from flowforge.errors import first_line
 from flowforge.runner import crash_point
-from flowforge.worker.execution import Execution, Finish, Release, Report, storable
+from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason, storable
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session, Unanswered
 
@@ -216,6 +216,9 @@ class Finisher:
         for each, answer in zip(batch, answers, strict=True):
             if answer == "accepted" and isinstance(each.report, Finish):
                 self._counts[f"finished_{each.report.outcome}"] += 1
+            elif answer == "fenced" and each.execution.stop_reason is StopReason.TIME_LIMIT:
+                # Both knew of it, and the reaper was the first to say so.
+                self._counts["timed_out_before"] += 1
             else:
                 self._counts[answer] += 1
                 if answer == "fenced":

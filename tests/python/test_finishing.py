@@ -9,7 +9,7 @@ from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 
 from flowforge.config import Config
-from flowforge.worker.execution import Finish
+from flowforge.worker.execution import Finish, StopReason
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session
@@ -17,10 +17,11 @@ from tests.python.test_execution import an_execution
 
 
 class Wire(Session):
-    """Accepts every result and keeps how many bytes of parameters each statement had."""
+    """Answers every result and keeps how many bytes of parameters each statement had."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: str = "accepted") -> None:
         super().__init__(Config(), "finish")
+        self.answer = answer
         self.rows: list[int] = []
         self.bytes: list[int] = []
 
@@ -29,17 +30,19 @@ class Wire(Session):
         sent.convert(query, params)
         self.rows.append(len(params[0]))
         self.bytes.append(sum(len(each) for each in sent.params or () if each is not None))
-        return [("accepted",)] * len(params[0])
+        return [(self.answer,)] * len(params[0])
 
 
-def sent_through(wire: Wire, *reports: Finish) -> Counter[str]:
-    """What became of these reports, which were there before the first was sent."""
+def sent_through(wire: Wire, *reports: Finish, stop: StopReason | None = None) -> Counter[str]:
+    """What became of these reports, which were there before the first was sent, of handlers told to `stop`."""
     counts, broken = Counter[str](), list[str]()
     keeper = LeaseKeeper(Session(Config(), "renew"), "me", ["default"], 1, 60, counts, broken.append)
     finisher = Finisher(wire, keeper, counts, broken.append)
     for report in reports:
         execution = an_execution()
         keeper.hold([execution])
+        if stop is not None:
+            execution.stop(stop)
         finisher.put(execution, report)
     finisher.close()
     finisher.start()
@@ -94,3 +97,12 @@ def test_what_is_refused_whatever_is_in_it_is_not_the_value_s_fault(report: Fini
     accepted = sent_through(wire, report)
     assert accepted == {f"finished_{report.outcome}": 1}
     assert wire.outcomes[-1] == report.outcome
+
+
+def test_a_time_out_that_the_reaper_told_first_is_no_lost_lease(caplog: pytest.LogCaptureFixture) -> None:
+    late = Finish("failed", error="time limit of 1 s exceeded")
+    counts = sent_through(Wire("fenced"), late, stop=StopReason.TIME_LIMIT)
+    assert (counts, caplog.text) == ({"timed_out_before": 1}, "")
+    counts = sent_through(Wire("fenced"), late, stop=StopReason.CANCEL)
+    assert counts == {"fenced": 1}
+    assert "result refused: the lease was lost before" in caplog.text
