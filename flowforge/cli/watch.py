@@ -155,6 +155,7 @@ class Changes:
     now: Callable[[], float] = time.monotonic
     _states: dict[object, object] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
+    _progress: dict[str, tuple[float, str | None]] = field(default_factory=dict)
     _attempts: set[tuple[int, int]] | None = None
     _elements: Counter[str] = field(default_factory=Counter)
     _repeated: dict[str, int] = field(default_factory=dict)
@@ -178,11 +179,16 @@ class Changes:
                 yield {"event": "task", "run_id": run["run_id"]} | {key: task[key] for key in kept}
             fraction = _fraction(task)
             if fraction is not None and task["state"] in ("pending", "running"):
-                step = int(fraction / _STEP)
-                if step > self._steps.get(name, 0):
+                step, message = int(fraction / _STEP), task["progress_message"]
+                # Another message at the same place is another phase; one for each row would be too many.
+                before = self._progress.get(name, (fraction, None))
+                self._progress[name] = fraction, message
+                moved = step > self._steps.get(name, 0)
+                if moved or (message is not None and before[0] == fraction and before[1] != message):
                     self._steps[name] = step
                     change = {"event": "progress", "run_id": run["run_id"], "task": name}
                     change |= {"done": task["done"], "total": task["map_count"]} if task["map_count"] else {}
+                    change |= {"message": message} if message is not None else {}
                     yield change | {"fraction": fraction}
         yield from (change for change in attempts if change["map_index"] is not None)
         for name, count in self._of_repetitions(snapshot).items():
@@ -242,7 +248,8 @@ def change_line(change: dict[str, Any]) -> str:
     """A change as a line of text."""
     if change["event"] == "progress":
         of = f" ({change['done']} of {change['total']})" if "total" in change else ""
-        return f"{change['task']}: {change['fraction']:.0%}{of}"
+        message = f" {' '.join(change['message'].split())}" if "message" in change else ""
+        return f"{change['task']}: {change['fraction']:.0%}{of}{message}"
     if change["event"] == "waits":
         names = change["tasks"][:_NAMES_TOLD]
         more = f" and {left} more" if (left := len(change["tasks"]) - len(names)) else ""

@@ -506,6 +506,28 @@ def test_watch_tells_the_progress_of_a_map(shell: Shell, db: Database) -> None:
     assert events[-1]["state"] == "succeeded"
 
 
+def test_watch_tells_what_a_handler_says_of_its_progress(shell: Shell, db: Database) -> None:
+    """At every tenth, and each new message at one place: a phase. Not each of many messages on the way."""
+    shell("trigger", "orders")
+    changes = Changes()
+    with db.connect() as connection:
+
+        def told(fraction: float, message: str | None) -> list[str]:
+            connection.execute("select flowforge.report_progress(1, 1, %s, %s)", (fraction, message))
+            found = list(changes.since(snapshot(connection, 1)))
+            assert all(each.get("message", message) == message for each in found)
+            return [change_line(each) for each in found if each["event"] == "progress"]
+
+        connection.execute("select flowforge.dispatch_ready()")
+        connection.execute("select flowforge.claim_next('{default}', 'w1', gen_random_uuid(), '1 min')")
+        assert told(0, "looking\nfor it") == ["fetch: 0% looking for it"]
+        assert told(0, "looking\nfor it") == []
+        assert told(0, "found it") == ["fetch: 0% found it"]
+        assert told(0.01, "row 1") == []
+        assert told(0.25, "row 25") == ["fetch: 25% row 25"]
+        assert told(0.5, None) == ["fetch: 50%"]
+
+
 def test_watch_of_a_failure_and_of_one_without_end(live: Shell) -> None:
     live("trigger", "orders", "-i", '{"bad": 0}', "-w", code=1)
     assert live.documents("watch", 1, code=exits.EXIT_FAILED)[-1]["state"] == "failed"

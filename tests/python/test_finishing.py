@@ -34,7 +34,7 @@ class Wire(Session):
 
 
 def sent_through(wire: Wire, *reports: Finish, stop: StopReason | None = None) -> Counter[str]:
-    """What became of these reports, which were there before the first was sent, of handlers told to `stop`."""
+    """What became of these reports, all there before the first was sent, of handlers told to `stop`."""
     counts, broken = Counter[str](), list[str]()
     keeper = LeaseKeeper(Session(Config(), "renew"), "me", ["default"], 1, 60, counts, broken.append)
     finisher = Finisher(wire, keeper, counts, broken.append)
