@@ -295,7 +295,8 @@ def cancel(
 ) -> None:
     """Cancel a run.
 
-    Nothing more of it starts, and running handlers are told; a success that still comes counts.
+    Nothing more of it starts, and running handlers are told when their worker next renews its lease: within
+    a third of that, 10 s by default. A success that still comes counts.
 
     Exit code 1 when it was asked for before, or the run has ended.
 

@@ -118,6 +118,13 @@ def _login(setup: Setup) -> Verdict:
             f'"{setup.login}" is a member of no group role of FlowForge',
             f"grant that of its program to it, or to look and operate: grant flowforge_operator to {login}",
         )
+    ((first,),) = setup.rows("select current_schema()::text")
+    if first == "flowforge":
+        return warning(
+            f'tables that "{setup.login}" makes or names without a schema are looked for in flowforge first, '
+            "as for a login of that name",
+            f"alter role {login} set search_path = public",
+        )
     superuser_too = " is a superuser, which no program needs to be: it" if superuser else ""
     return ok(f'"{setup.login}"{superuser_too} can be {", ".join(may_be)}')
 

@@ -58,7 +58,9 @@ def test_an_unknown_command_is_answered_with_those_there_are() -> None:
 
 def test_all_of_it_is_the_default(prepared: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepared.main(["test"]) == 0
-    assert "left out" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "left out" not in out
+    assert out.endswith("== all of it passed\n")
 
 
 def test_what_arguments_leave_out_is_said(
@@ -76,7 +78,10 @@ def test_what_arguments_leave_out_is_said(
     assert prepared.main(["test", "-k", "claim", "--pg", "15", "-x"]) == 0
     assert prepared.main(["test", "tests/sql"]) == 0
     assert asked == [(["15"], ["-k", "claim", "-x"]), (["18", "15"], ["tests/sql"])]
-    assert capsys.readouterr().out.count("ruff and mypy were left out") == 2
+    out = capsys.readouterr().out
+    assert out.count("ruff and mypy were left out") == 2
+    assert out.count("== all that was run passed") == 2
+    assert "all of it" not in out
 
 
 @pytest.mark.parametrize(

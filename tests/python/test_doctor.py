@@ -61,6 +61,15 @@ def test_what_a_login_may_not_see_is_skipped_with_the_reason(db: Database, group
     assert "grant pg_read_all_stats to" in found["long transactions"]["detail"]
 
 
+def test_a_login_whose_tables_would_go_to_the_schema_of_the_engine(patient: Patient) -> None:
+    """As those of a login that is called like it."""
+    patient.sql(f"alter role {patient.login} set search_path = flowforge, public")
+    found = patient.warning("login")
+    assert "in flowforge first" in found["detail"]
+    patient.follow(found["remedy"])
+    patient.well("login")
+
+
 # -- settings
 
 
