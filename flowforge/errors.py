@@ -247,10 +247,14 @@ def first_line(error: BaseException | str) -> str:
 _NOT_STORABLE = frozenset({"22P05", "22P02", "22021", "54001"})
 
 
+_DOUBLED = re.compile(r"^connection (?:is bad|failed): (?=connection )")
+
+
 def from_database(exc: psycopg.Error) -> FlowForgeError:
     """The exception of this tree that says what `exc` says. Raise it `from exc`."""
     sqlstate = exc.sqlstate
-    text = exc.diag.message_primary or first_line(exc)
+    # What psycopg puts before libpq's own words only says the same.
+    text = exc.diag.message_primary or _DOUBLED.sub("", first_line(exc))
     if exc.diag.message_hint and sqlstate is not None and sqlstate.startswith("WF"):
         text = f"{text} ({exc.diag.message_hint})"
     if sqlstate in _BY_SQLSTATE:

@@ -19,8 +19,8 @@ EXIT_INTERRUPTED = 130
 
 EXITS = {
     EXIT_OK: "done; of a run that was waited for: it succeeded",
-    EXIT_FAILED: "the run failed or was cancelled, nothing or a problem was found, or something unforeseen",
-    EXIT_USAGE: "wrong use: an unknown option, or a request that is not allowed as it is",
+    EXIT_FAILED: "the run failed or was cancelled, there is nothing to list or a problem, or the unforeseen",
+    EXIT_USAGE: "wrong use: an unknown option, workflow, run or queue, or a request not allowed as it is",
     EXIT_CONFIG: "a setting is missing or wrong",
     EXIT_DATABASE: "the database cannot be reached, started, or refuses",
     EXIT_SCHEMA: "the schema is missing or too old: flowforge migrate",
@@ -34,7 +34,7 @@ EXITS = {
 
 # The first that fits counts, so subclasses stand before their bases.
 _OF_ERRORS: tuple[tuple[type[errors.FlowForgeError], int], ...] = (
-    (errors.NotFound, EXIT_FAILED),
+    (errors.NotFound, EXIT_USAGE),
     (errors.InvalidArgument, EXIT_USAGE),
     (errors.InvalidDefinition, EXIT_USAGE),
     (errors.LimitExceeded, EXIT_USAGE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from graphlib import TopologicalSorter
 from typing import Any
 
 import click
@@ -66,8 +67,10 @@ def graph(workflow: str, version: int | None, database_url: str | None, as_json:
 
 
 def mermaid(definition: dict[str, Any]) -> str:
-    """The flowchart of a normalised definition. Nodes are t0, t1, … in its order, which is that of names."""
-    tasks = definition["tasks"]
+    """The flowchart of a normalised definition. Nodes are t0, t1, … in topological order."""
+    by_name = {task["name"]: task for task in definition["tasks"]}
+    order = TopologicalSorter({name: task["after"] for name, task in by_name.items()}).static_order()
+    tasks = [by_name[name] for name in order]
     nodes = {task["name"]: f"t{number}" for number, task in enumerate(tasks)}
     lines = ["flowchart TD"]
     for task in tasks:

@@ -24,7 +24,7 @@ from flowforge.cli.common import (
     select,
     state_text,
 )
-from flowforge.errors import NotFound, first_line
+from flowforge.errors import FlowForgeError, NotFound, first_line
 from flowforge.log import visible
 
 # So many errors are shown in full. Whoever needs those of a whole map takes --json.
@@ -133,7 +133,7 @@ def _print_output(database_url: str | None, run_id: int, task: str) -> None:
             [run_id, task],
         )
     if found["output"] is None:  # an output that is null would be the text of it
-        raise NotFound(f"task {task!r} of run {run_id} has not succeeded: it has no output")
+        raise FlowForgeError(f"task {task!r} of run {run_id} has not succeeded: it has no output")
     print_json_text(found["output"])
 
 
@@ -173,7 +173,7 @@ def _print_run(run: dict[str, Any]) -> None:
         "priority": run["priority"] or None,
         "key": run["idempotency_key"],
         "labels": ", ".join(f"{key}={value}" for key, value in run["labels"].items()),
-        "cancelled": run["cancel_reason"] or (local_time(run["cancel_requested_at"])),
+        "cancelled": ": ".join(filter(None, (local_time(run["cancel_requested_at"]), run["cancel_reason"]))),
     }
     out.print(
         Text.assemble(

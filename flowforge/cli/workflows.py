@@ -60,7 +60,8 @@ def define(sources: tuple[str, ...], database_url: str | None, as_json: bool) ->
             try:
                 defined = client.define(definition)
             except InvalidDefinition as error:
-                raise InvalidDefinition(f"{where}: {error}") from error
+                text = str(error)
+                raise InvalidDefinition(text if where in text else f"{where}: {text}") from error
             if as_json:
                 print_json(asdict(defined))
             else:

@@ -56,7 +56,7 @@ def test_a_command_that_is_mistyped_is_guessed() -> None:
 
 
 def test_every_error_has_an_exit_code_of_its_kind() -> None:
-    assert exits.exit_code(errors.NotFound("")) == exits.EXIT_FAILED
+    assert exits.exit_code(errors.NotFound("")) == exits.EXIT_USAGE
     assert exits.exit_code(errors.InvalidArgument("")) == exits.EXIT_USAGE
     assert exits.exit_code(errors.StateConflict("")) == exits.EXIT_REFUSED
     assert exits.exit_code(errors.DatabaseUnavailable("")) == exits.EXIT_DATABASE
@@ -157,7 +157,7 @@ def test_migrate_brings_up_a_new_database_and_can_be_repeated(db: Database) -> N
 def test_database_that_is_not_there(tmp_path: Path) -> None:
     nowhere = Shell("postgresql://someone:secret@127.0.0.1:1/x?connect_timeout=2")
     result = nowhere("runs", code=exits.EXIT_DATABASE)
-    assert "is PostgreSQL running" in result.stderr
+    assert re.match("error: connection to server .*: is PostgreSQL running", result.stderr)
     assert "secret" not in result.stderr
     for command in (("trigger", "x"), ("show", 1), ("watch", 1), ("cancel", 1), ("migrate",)):
         assert nowhere(*command, code=exits.EXIT_DATABASE).stderr.count("\n") == 1
@@ -292,6 +292,13 @@ def test_define_refuses_what_will_not_do(
     assert told.stdout == ""
     assert re.fullmatch(rf"error: {says}.*\n", told.stderr), told.stderr
     assert shell.documents("workflows", code=exits.EXIT_FAILED) == []
+
+
+def test_a_refusal_of_the_database_names_the_workflow_once(db: Database, modules: Path) -> None:
+    (modules / "jobs_long.py").write_text(JOBS.format("long") + "long.task(name='b', lease=9e9)(id)")
+    told = Shell(db.dsn)("define", "jobs_long", code=exits.EXIT_USAGE).stderr
+    assert told.startswith("error: task 'b' of workflow 'long': lease")
+    assert told.count("workflow 'long'") == 1
 
 
 # -- loading workflows

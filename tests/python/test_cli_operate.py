@@ -84,7 +84,7 @@ def test_redispatch_publishes_again(shell: Shell, db: Database) -> None:
 
 @pytest.mark.parametrize("command", ["pause", "resume", "redispatch"])
 def test_an_unknown_queue_is_named(shell: Shell, command: str) -> None:
-    assert "there is no queue 'nosuch'" in shell(command, "nosuch", code=exits.EXIT_FAILED).stderr
+    assert "there is no queue 'nosuch'" in shell(command, "nosuch", code=exits.EXIT_USAGE).stderr
 
 
 def test_prune_deletes_what_ended_long_ago(shell: Shell, db: Database) -> None:

@@ -194,16 +194,16 @@ def test_wrong_use_is_told(shell: Shell, arguments: list[str], says: str) -> Non
 def test_refusals_of_the_database_are_one_line(shell: Shell) -> None:
     shell("trigger", "orders", "--idempotency-key", "k")
     for arguments, code, says in (
-        (("trigger", "nosuch"), exits.EXIT_FAILED, "'nosuch'; register it: flowforge define"),
-        (("trigger", "nosuch", "--version", 2), exits.EXIT_FAILED, "'nosuch'; register it: flowforge define"),
-        (("trigger", "orders", "--version", "7"), exits.EXIT_FAILED, "no version 7"),
+        (("trigger", "nosuch"), exits.EXIT_USAGE, "'nosuch'; register it: flowforge define"),
+        (("trigger", "nosuch", "--version", 2), exits.EXIT_USAGE, "'nosuch'; register it: flowforge define"),
+        (("trigger", "orders", "--version", "7"), exits.EXIT_USAGE, "no version 7"),
         (("trigger", "orders", "--idempotency-key", "k", "-i", "1"), exits.EXIT_REFUSED, "'k'"),
         (("trigger", "orders", "--priority", "1000000000"), exits.EXIT_USAGE, "priority"),
-        (("show", "99"), exits.EXIT_FAILED, "no run 99"),
-        (("show", "1", "--output", "nosuch"), exits.EXIT_FAILED, "nosuch"),
-        (("watch", "99"), exits.EXIT_FAILED, "no run 99"),
-        (("cancel", "99"), exits.EXIT_FAILED, "no run 99"),
-        (("retry", "99"), exits.EXIT_FAILED, "no run 99"),
+        (("show", "99"), exits.EXIT_USAGE, "no run 99"),
+        (("show", "1", "--output", "nosuch"), exits.EXIT_USAGE, "nosuch"),
+        (("watch", "99"), exits.EXIT_USAGE, "no run 99"),
+        (("cancel", "99"), exits.EXIT_USAGE, "no run 99"),
+        (("retry", "99"), exits.EXIT_USAGE, "no run 99"),
     ):
         result = shell(*arguments, code=code)
         assert result.stdout == ""
@@ -230,7 +230,7 @@ def test_runs_lists_pages_and_filters(shell: Shell, db: Database) -> None:
     assert "--after 5" in page.stderr
     assert "--after" not in shell("runs", "--limit", 6).stderr
     assert shell("runs", "--state", "failed", code=exits.EXIT_FAILED).stderr == "No runs found.\n"
-    unknown = shell("runs", "--workflow", "nosuch", code=exits.EXIT_FAILED)
+    unknown = shell("runs", "--workflow", "nosuch", code=exits.EXIT_USAGE)
     assert "there is no workflow 'nosuch'" in unknown.stderr
     assert shell.documents("runs", "--after", 1, code=exits.EXIT_FAILED) == []
 
@@ -376,7 +376,7 @@ def test_show_output_is_the_bare_json(live: Shell) -> None:
 def test_show_input_is_the_bare_json(shell: Shell) -> None:
     shell("trigger", "orders", "-i", '{"day":  "\\u00e9", "n": 1.5}')
     assert shell("show", 1, "--input").stdout == '{"n": 1.5, "day": "é"}\n'
-    assert "there is no run 2" in shell("show", 2, "--input", code=exits.EXIT_FAILED).stderr
+    assert "there is no run 2" in shell("show", 2, "--input", code=exits.EXIT_USAGE).stderr
 
 
 def test_show_output_of_what_did_not_succeed_is_an_error(db: Database) -> None:
@@ -410,10 +410,11 @@ def test_show_tells_the_errors_of_a_big_map_in_short(db: Database) -> None:
 
 def test_show_of_a_cancelled_run_does_not_say_so_for_each_task(shell: Shell, db: Database) -> None:
     shell("trigger", "orders")
-    shell("cancel", 1)
+    shell("cancel", 1, "--reason", "too early")
     with db.connect() as connection:
         connection.execute("select flowforge.cancel_leftovers(100), flowforge.settle_finished()")
     shown = shell("show", 1).stdout
+    assert re.search(r"^  cancelled  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d: too early$", shown, re.MULTILINE)
     assert re.search(r"^fetch +cancelled", shown, re.MULTILINE)
     assert "the run was cancelled" not in shown
 

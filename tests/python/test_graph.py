@@ -74,6 +74,15 @@ def test_the_graph_is_the_definition(shell: Shell, db: Database) -> None:
     )
 
 
+def test_a_task_stands_below_what_it_waits_for(shell: Shell, db: Database) -> None:
+    """Whatever their names are."""
+    names = [*"xcafb"]
+    tasks = [{"name": name, "after": names[:number]} for number, name in enumerate(names)]
+    define(db, {"name": "w", "tasks": tasks})
+    nodes, _ = read(shell("graph", "w").stdout)
+    assert list(nodes.items()) == [(f"t{number}", name) for number, name in enumerate(names)]
+
+
 def test_a_version_can_be_named_and_read_as_json(shell: Shell, db: Database) -> None:
     define(db, {"name": "etl", "tasks": [{"name": "old"}]})
     define(db, etl)
@@ -151,11 +160,11 @@ def test_common_names_stay_readable(shell: Shell, db: Database) -> None:
 
 def test_what_is_not_there_is_named(shell: Shell, db: Database) -> None:
     assert "there is no workflow 'etl'; see which there are: flowforge workflows" in (
-        shell("graph", "etl", code=exits.EXIT_FAILED).stderr
+        shell("graph", "etl", code=exits.EXIT_USAGE).stderr
     )
     define(db, etl)
     assert "workflow 'etl' has no version 2; its versions are 1 to 1" in (
-        shell("graph", "etl", "--version", 2, code=exits.EXIT_FAILED).stderr
+        shell("graph", "etl", "--version", 2, code=exits.EXIT_USAGE).stderr
     )
     shell("graph", "etl", "--version", 0, code=exits.EXIT_USAGE)
     client = Shell(db.create_login("flowforge_client"))
