@@ -289,6 +289,20 @@ def test_show_tells_of_what_a_stopping_worker_gave_back(shell: Shell, db: Databa
         assert any(each.get("outcome") == "released" for each in changes)
 
 
+def test_show_tells_of_a_silent_worker_while_it_holds_the_lease(shell: Shell, db: Database) -> None:
+    """In the reader's own time."""
+    shell("trigger", "orders")
+    with db.connect() as connection:
+        connection.execute("select flowforge.dispatch_ready()")
+        connection.execute("select flowforge.claim_next('{default}', 'w1', gen_random_uuid(), '1 h')")
+        assert "silent" not in shell("show", 1).stdout
+        connection.execute(
+            "update flowforge.task_run set lease_expires_at = now() + '20 min' where task_run_id = 1"
+        )
+    note = r"its worker is silent: held by w1 until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$"
+    assert re.search(rf"^fetch +running .*{note}", shell("show", 1).stdout, re.MULTILINE)
+
+
 def test_show_says_why_a_task_waits(shell: Shell, db: Database) -> None:
     shell("trigger", "orders")
     assert re.search(r"^total .*waits: 1 of 1 upstreams", shell("show", 1).stdout, re.MULTILINE)
