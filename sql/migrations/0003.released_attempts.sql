@@ -1,4 +1,4 @@
--- depends: 0001.schema
+-- depends: 0002.outages_and_queues
 -- An execution that its worker broke off to stop is recorded, so that a second one does not come unexplained.
 --
 -- Every row there is fits the wider rule: to look at them all would hold up the workers for nothing.
