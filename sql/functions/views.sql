@@ -117,9 +117,7 @@ select tr.task_run_id, tr.run_id, w.name as workflow, t.name as task, tr.map_ind
         when tr.stage = 'eligible' and (s.reaper_ticked_at > flowforge._reading() - interval '1 minute') is not true then
             'for a scheduler: none is running'
         -- As of the last dispatch from it: to count what is in the window, for each row, would cost too much.
-        when tr.stage = 'eligible' and (q.sampled_window >= coalesce(q.window_size, 100)
-            or (select true from flowforge.task_run o where case when o.stage = 'reoffered' then o.queue_id end = q.queue_id
-                offset coalesce(q.window_size, 100) limit 1))
+        when tr.stage = 'eligible' and q.sampled_window >= coalesce(q.window_size, 100)
             then format('for room in the window of queue %s', q.name)
         when tr.stage = 'eligible' then 'for the scheduler to dispatch it'
         when tr.stage = 'reoffered' and tr.unknown_handler_since is not null then

@@ -141,26 +141,6 @@ def test_a_worker_that_does_not_renew_is_told_of_before_its_lease_ends(engine: E
     assert silent() == {"a": engine.value(expected, until)}
 
 
-def test_room_in_the_window_is_also_taken_by_what_is_offered_again(engine: Engine) -> None:
-    engine.define(*(task(f"t{number}") for number in range(4)))
-    engine.call("configure_queue", "default", window_size=1)
-    engine.trigger()
-    engine.reap()
-    for _ in range(2):
-        engine.schedule()
-        for _ in range(2):  # the first time, it comes back at once
-            claim = engine.claim_one()
-            engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "crashed")
-    engine.advance("2 s")
-    engine.schedule()
-    assert engine.value("select dispatched from flowforge.queue_status") == 0
-    found = {
-        row.waits
-        for row in engine.rows("select waits from flowforge.task_run_status where state = 'pending'")
-    }
-    assert found == {"for room in the window of queue default"}
-
-
 def test_task_run_status_shows_who_ran_it_and_for_how_long(engine: Engine) -> None:
     engine.start(task("a", retry={"max_attempts": 2}, max_reaps=5, priority=1))
     engine.advance("3 s")
