@@ -1,4 +1,4 @@
-"""Signals that ask a program to stop while there is nothing to stop yet, or nothing any more.
+"""Signals that ask a program to stop while there is nothing to stop yet, or nothing any more; and its end.
 
 Apart from the runner, whose imports alone take longer than some patience. `runner.signals` takes over.
 """
@@ -6,13 +6,20 @@ Apart from the runner, whose imports alone take longer than some patience. `runn
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_FORCED = 130
+
+LAST_MOMENT = 3.0
+"""Seconds that threads get to end which handlers have left, and which the interpreter waits for."""
 
 
 class Remembered:
@@ -50,3 +57,24 @@ def remember() -> None:
 def _ignore() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_soon(code: int) -> None:
+    """The program is done: let it end with `code`, in a moment if threads that handlers have left hold it up.
+
+    The interpreter joins all that are no daemons, and those of every concurrent.futures pool, daemons or not.
+    """
+    watch = threading.Timer(LAST_MOMENT, end_now, [code])
+    watch.daemon = True
+    watch.start()
+    # By then it has joined them, and what a program's own functions do at its end may take longer.
+    atexit.register(watch.cancel)
+
+
+def end_now(code: int) -> None:
+    """End the process with `code`, whatever still runs."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # a handler may have closed it
+            stream.flush()
+    os._exit(code)

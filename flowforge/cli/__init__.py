@@ -138,4 +138,9 @@ def main() -> None:
     else:
         # Ctrl-C, also where a script started this in the background and so had SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    cli(prog_name="flowforge")
+    try:
+        cli(prog_name="flowforge")
+    except SystemExit as end:
+        if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
+            stopping.end_soon(end.code if isinstance(end.code, int) else 0)
+        raise

@@ -11,12 +11,9 @@ reporting (finish), leases, progress and presence (renew). The thread that calls
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -24,7 +21,7 @@ from typing import Any
 
 import psycopg
 
-from flowforge import db, log, runner
+from flowforge import db, log, runner, stopping
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.errors import (
@@ -55,9 +52,6 @@ FUNCTIONS = (
     "release_task_run", "renew_leases", "report_progress",
 )  # fmt: skip
 
-LAST_MOMENT = 3.0
-"""Seconds that threads get to end which are none of a handler's that still runs."""
-
 COUNTS_INTERVAL = 60.0
 """Seconds between two log lines with what was done."""
 
@@ -85,10 +79,10 @@ def run(
 
     `handlers` are functions of one Context, sync or async, by handler name. `sources` are the modules
     (MODULE[:NAME]) that they are from, for those that run in processes of their own. Without `stop` the
-    signals of the process ask for it (main thread only), and the process ends in here should a handler's
-    thread be left behind; with it this may be any thread. Asked once: nothing new is taken, handlers get
-    `config.grace` seconds, what then still runs is given back. Asked twice: that happens at once, and the
-    exit code says so.
+    signals of the process ask for it (main thread only), and the process ends in here or within seconds,
+    whatever threads handlers have left: it is the last thing a program does. With it this may be any thread.
+    Asked once: nothing new is taken, handlers get `config.grace` seconds, what then still runs is given back.
+    Asked twice: that happens at once, and the exit code says so.
 
     Raises ConfigError when handlers are to run in processes of their own and `sources` is empty, and when the
     process, being a worker alone, cannot serve metrics as it is configured to.
@@ -99,28 +93,11 @@ def run(
             with serving(config, worker.metrics):
                 code = worker.run()
         if worker.left_behind:
-            # Threads of handlers that did not stop would hold up the interpreter's own end.
-            _end_now(code)
-        _end_in_any_case(code)
+            # The interpreter's own end is no place for handlers that did not stop.
+            stopping.end_now(code)
+        stopping.end_soon(code)
         return code
     return Worker(handlers, config, stop, health, sources=sources).run()
-
-
-def _end_in_any_case(code: int) -> None:
-    """End the process in a moment, whatever threads handlers have left that it would wait for."""
-    others = (each for each in threading.enumerate() if each is not threading.main_thread())
-    if any(not each.daemon for each in others):
-        watch = threading.Timer(LAST_MOMENT, _end_now, [code])
-        watch.daemon = True
-        watch.start()
-
-
-def _end_now(code: int) -> None:
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError):  # a handler may have closed it
-            stream.flush()
-    os._exit(code)
 
 
 def _children(

@@ -28,7 +28,7 @@ from tests.services.process import kill_tree, wait_for_end, wait_until
 from tests.services.rabbitmq import Broker
 
 PROJECT = """
-import pathlib, time
+import concurrent.futures, pathlib, time
 from flowforge import Context, Workflow
 
 slow = Workflow("slow")
@@ -46,6 +46,12 @@ elsewhere = Workflow("else where")
 @elsewhere.task(queue="reports")
 def report(ctx: Context) -> str:
     return "reported"
+
+leaving = Workflow("leaving")
+
+@leaving.task
+def leave(ctx: Context) -> None:
+    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 3600)
 """
 
 flow = Workflow("greeting")
@@ -134,6 +140,16 @@ def test_ctrl_c_says_what_is_waited_for_and_the_second_one_stops(project: Path) 
         os.killpg(process.pid, signal.SIGINT)
         process.communicate()
         assert process.returncode == exits.EXIT_INTERRUPTED
+
+
+def test_what_a_handler_has_left_running_keeps_nothing(project: Path, db: Database) -> None:
+    """The interpreter would wait for the threads of a pool, whatever they are."""
+    with command_up(project, database_url=db.dsn) as process:
+        with Client(db.dsn) as client:
+            assert client.wait(client.trigger("leaving"), timeout=60).state == "succeeded"
+        process.terminate()
+        out, _ = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "Stopped.\n")
 
 
 def next_step(project: Path) -> str:

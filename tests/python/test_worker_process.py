@@ -247,6 +247,19 @@ def test_threads_that_a_handler_has_left_do_not_keep_the_process(
     assert bench.task(run, "leaves_a_thread")["state"] == "ready"
 
 
+def test_work_that_a_handler_has_left_in_pools_does_not_keep_the_process(
+    bench: Bench, start: Callable[..., Process]
+) -> None:
+    """Its slot is not lost, and its threads are daemons, which the interpreter joins all the same."""
+    trace_table(bench)
+    workflow = define_only(bench, "leaves_work")
+    run = bench.trigger(workflow)
+    process = start(bench)
+    assert bench.wait_run(run) == ["succeeded"]
+    process.signal(signal.SIGTERM)
+    assert process.wait() == runner.EXIT_OK
+
+
 def test_a_worker_whose_descriptors_are_gone_says_so_and_fails(
     bench: Bench, start: Callable[..., Process]
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 
@@ -68,6 +69,14 @@ async def leaves_a_thread(ctx: Context) -> None:
     threading.Thread(target=time.sleep, args=(3600,), daemon=False).start()
     trace(ctx, "begun")
     await asyncio.to_thread(time.sleep, 3600)
+
+
+@workflow.task
+async def leaves_work(ctx: Context) -> None:
+    """Ends well, and leaves what the interpreter waits for at its end: work in two pools of threads, of the
+    event loop and of its own."""
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600)
+    ThreadPoolExecutor(1).submit(time.sleep, 3600)
 
 
 @workflow.task
