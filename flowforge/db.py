@@ -211,11 +211,10 @@ def json_text(value: Any) -> str:
     try:
         return _json_text(value)
     except NotStorable as exc:
-        error = exc
-    with suppress(RecursionError):  # of a value that is nested deeply, or holds itself
-        if path := _place(value, ""):
-            error = NotStorable(f"{path} is {error}", path)
-    raise error from None
+        path = ""
+        with suppress(RecursionError):  # of a value that is nested deeply, or holds itself
+            path = _place(value, "")
+        raise NotStorable(f"{path} is {exc}" if path else str(exc), path) from None
 
 
 def _json_text(value: Any) -> str:

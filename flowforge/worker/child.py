@@ -205,6 +205,9 @@ class Child:
                 error=f"memory limit of {config.memory_limit} MiB exceeded: {report.error}"
             )
         ended = Ended(report, execution.finished, broken_off, spent or execution.out_of_memory)
+        # Its traceback holds this frame: together they would keep all that the handler had, and the next one
+        # would have less of the memory.
+        returned = raised = execution.lost_by = None
         with self._sending:
             self._report_progress(execution)
             self._execution = None

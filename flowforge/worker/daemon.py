@@ -10,7 +10,6 @@ reporting (finish), leases, progress and presence (renew). The thread that calls
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket

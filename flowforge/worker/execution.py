@@ -303,7 +303,7 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         except NotStorable as exc:
             return Finish("failed", error=_unstorable(exc), retryable=False)
         except MemoryError as exc:
-            raised = exc
+            return judge(execution, None, exc)
         except BaseException as exc:  # noqa: BLE001 -- whatever the value's own methods raise
             return Finish("failed", error=f"result not storable: {describe(exc)}", retryable=False)
     if stop is StopReason.SHUTDOWN:

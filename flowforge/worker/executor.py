@@ -242,6 +242,8 @@ class Executor:
             raised = exc
         leave_if_forked(self._pid, raised)
         self._ended(execution, lambda: _judged(execution, begun, returned, raised), in_thread=True)
+        # Its traceback holds this frame: together they would keep all that the handler had.
+        returned = raised = None
 
     def _run_isolated(self, execution: Execution, children: Children) -> None:
         try:
@@ -280,6 +282,7 @@ class Executor:
             raised = exc
         leave_if_forked(self._pid, raised)
         self._ended(execution, lambda: _judged(execution, begun, returned, raised), in_thread=False)
+        returned = raised = None  # as in a thread
         loop.left(execution)
 
     def _ended(self, execution: Execution, made: Callable[[], Report], *, in_thread: bool) -> None:
@@ -295,6 +298,7 @@ class Executor:
             _log.exception("a handler's end could not be reported", task_run=execution.claim.task_run_id)
             self._on_broken(f"a handler's end could not be reported: {exc!r}")
         finally:
+            execution.lost_by = None  # it holds the handler's frames, and they hold the execution
             with self._changed:
                 self._running.discard(execution)
                 self._in_threads -= in_thread

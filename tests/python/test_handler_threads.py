@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import contextvars
+import gc
+import multiprocessing
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from flowforge.config import Config
+from flowforge.worker import child
 from flowforge.worker.execution import Finish, StopReason
-from tests.python.test_execution import Slots
+from tests.python.test_execution import Slots, an_execution
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
 
@@ -45,6 +50,72 @@ def test_a_context_variable_is_not_for_the_next_handler(slots: Callable[..., Slo
     for handler in ("thread", "coroutine") * 2:
         assert bench.run(handler) == Finish("succeeded")
         wait_until(lambda: bench.free() == 1, "a free slot")
+
+
+class Large:
+    """What a handler holds, of which it is known whether it is still there."""
+
+    def __init__(self, held: list[weakref.ref[Any]]) -> None:
+        held.append(weakref.ref(self))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Cycles are not collected, as between the oldest ones of a large process."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def fails(held: list[weakref.ref[Any]]) -> Any:
+    large = Large(held)
+    raise ValueError(f"failed with {large}")
+
+
+def returns(held: list[weakref.ref[Any]]) -> Any:
+    return {"not JSON": Large(held)}
+
+
+def runs_out(held: list[weakref.ref[Any]]) -> Any:
+    class Greedy(dict[str, Any]):
+        def items(self) -> Any:
+            raise MemoryError
+
+    return Greedy(large=Large(held))
+
+
+ENDS = [fails, returns, runs_out]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_failed_handler_held_is_gone(
+    slots: Callable[..., Slots], end: Callable[..., Any], no_collector: None
+) -> None:
+    """Of a hundred megabytes each, a few failures would be more than there is."""
+    held: list[weakref.ref[Any]] = []
+
+    async def coroutine(_ctx: Any) -> Any:
+        return end(held)
+
+    bench = slots(1, thread=lambda _: end(held), coroutine=coroutine)
+    for handler in ("thread", "coroutine"):
+        report = bench.run(handler)
+        assert isinstance(report, Finish)
+        assert report.outcome == "failed"
+    wait_until(lambda: [each() for each in held] == [None, None], "what they held to be gone", 10)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_failed_handler_held_is_gone_in_a_process(end: Callable[..., Any], no_collector: None) -> None:
+    """The next one has the same memory limit."""
+    held: list[weakref.ref[Any]] = []
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        one = child.Child(theirs)
+        execution = child._Execution(child.Task(an_execution().claim, None), one._tell)
+        one._execute(execution, lambda _: end(held), Config())
+        assert ours.recv().report.outcome == "failed"
+        assert [each() for each in held] == [None]
 
 
 def test_every_slot_can_hand_its_work_to_a_thread(slots: Callable[..., Slots]) -> None:
