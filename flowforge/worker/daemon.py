@@ -219,13 +219,15 @@ class Worker:
                 self._messages.channel.close()
             return runner.exit_code(exc)
         self._watch()
+        # Not what comes of the stop, which abandons what does not end in time.
+        code = runner.EXIT_NO_SLOTS if self._executor.exhausted else runner.EXIT_ERROR
         if not self._stop.requested:
             self._break_down("what wakes the worker is gone; a handler may have closed its descriptors")
         self._shut_down()
         _log.info("stopped", **self._totals())
         if self._broken is not None:
             self.health.report("failed", self._broken)
-            return runner.EXIT_NO_SLOTS if self._executor.exhausted else runner.EXIT_ERROR
+            return code
         return self._stopped
 
     @property

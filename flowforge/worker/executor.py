@@ -28,18 +28,15 @@ from flowforge.worker.execution import (
 )
 from flowforge.worker.failures import Failures
 from flowforge.worker.loops import HandlerLoop
-from flowforge.worker.pool import HandlerPool, current
+from flowforge.worker.pool import current
+from flowforge.worker.slots import STOP_MOMENT, Slots
 
 _log = log.of("worker")
 
-STOP_MOMENT = 2.0
-"""Seconds that a handler past its time limit gets to stop before it is abandoned."""
-
 LOST_MOMENT = 10.0
-"""The same for one that has lost its lease. It is longer since an outage of the database strikes all handlers
-at once, and without slots a worker ends."""
+"""As STOP_MOMENT, for one that has lost its lease. It is longer since an outage of the database strikes all
+handlers at once, and without slots a worker ends."""
 
-_COUNTED = float("inf")
 _EXHAUSTED = "every slot is lost to a handler that does not stop"
 
 KILL_MOMENT = 5.0
@@ -60,8 +57,7 @@ class Executor:
 
     A slot is reserved before its task run is claimed, and free again when the handler has ended. A handler
     that does not stop at its time limit, or when its lease is lost, takes its slot with it, until it ends
-    after all: a thread can be told to stop, and not be made to. The same goes for what it has handed to a
-    thread by asyncio.to_thread. `on_broken` is told when no slot is left, or
+    after all: a thread can be told to stop, and not be made to. `on_broken` is told when no slot is left, or
     when one of the threads dies. One that runs in a process of its own (`children`) is killed instead, and
     keeps its slot.
 
@@ -87,11 +83,10 @@ class Executor:
             for name, function in functions.items()
         }
         self._children = children
-        self._slots, self._context, self._report, self._on_broken = slots, context, report, on_broken
+        self._slots = Slots(slots, lambda: on_broken(_EXHAUSTED))
+        self._context, self._report, self._on_broken = context, report, on_broken
         self._failures = Failures()
         self._changed = threading.Condition()
-        self._free = slots
-        self._lost = 0
         self._running: set[Execution] = set()
         self._queue: queue.SimpleQueue[tuple[Execution, Handler] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -102,12 +97,7 @@ class Executor:
         self._watch: threading.Thread | None = None
         self._look = threading.Event()
         self._looks_at = float("inf")
-        self._stopping = False
         self._closed = False
-        self._pool = HandlerPool(2 * slots + 32, self._threads_ended)
-        # Ended, but for threads that they have left: until when these are waited for before their slot counts
-        # as lost; never again, once it does.
-        self._left_threads: dict[Execution, float] = {}
         self._pid = os.getpid()
 
     def knows(self, handler: str) -> bool:
@@ -117,25 +107,16 @@ class Executor:
     def reserve(self, most: int, timeout: float) -> int:
         """Reserve up to `most` free slots; waits up to `timeout` seconds for the first. Returns how many,
         possibly 0."""
-        with self._changed:
-            if self._free == 0 and timeout > 0:
-                self._changed.wait_for(lambda: self._free > 0 or self._stopping, timeout)
-            taken = max(0, min(most, self._free))
-            self._free -= taken
-            return taken
+        return self._slots.reserve(most, timeout)
 
     def give_back(self, slots: int) -> None:
         """Free reserved slots that nothing was claimed for."""
-        with self._changed:
-            self._free += slots
-            self._changed.notify_all()
+        self._slots.give_back(slots)
 
     def wake(self) -> None:
         """Let a waiting `reserve` return at once, with nothing if nothing is free, and wait no more from now
         on."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._slots.wake()
 
     @property
     def running(self) -> list[Execution]:
@@ -146,18 +127,17 @@ class Executor:
     @property
     def exhausted(self) -> bool:
         """Whether every slot is lost to a handler that does not stop."""
-        return self._lost == self._slots
+        return self._slots.exhausted
 
     @property
     def slots(self) -> dict[str, int]:
         """How many slots are busy (reserved, or with a handler), free and lost."""
-        with self._changed:
-            return {"busy": self._slots - self._free - self._lost, "free": self._free, "lost": self._lost}
+        return self._slots.states
 
     @property
     def lost(self) -> int:
         """How many slots are lost to handlers that do not stop."""
-        return self._lost
+        return self._slots.lost
 
     def start(self, executions: Iterable[Execution]) -> None:
         """Run the handlers of `executions`, each in a slot reserved for it."""
@@ -200,9 +180,9 @@ class Executor:
     def close(self) -> None:
         """End the threads that are idle. Those of abandoned handlers go on until the process ends."""
         with self._changed:
-            self._stopping = self._closed = True
-            self._changed.notify_all()
+            self._closed = True
             loops = dict(self._loops)
+        self._slots.wake()
         self._look.set()
         if self._children is not None:
             self._children.close()  # before the threads: a child dies with the one that started it
@@ -212,8 +192,8 @@ class Executor:
             loop.close()
         for thread in (*self._threads, *loops.values(), self._watch):
             if thread is not None:
-                thread.join(0 if self._lost else 5)
-        self._pool.end()
+                thread.join(0 if self.lost else 5)
+        self._slots.pool.end()
         self._failures.flush()
 
     # -- in the threads
@@ -256,7 +236,7 @@ class Executor:
     def _submit(self, coroutines: Iterable[tuple[Execution, Handler]]) -> None:
         """On the present event loop; the caller holds the lock, and so nobody sets it aside meanwhile."""
         if (loop := self._loop) is None:
-            loop = self._loop = HandlerLoop(self._run_coroutine, self._pool)
+            loop = self._loop = HandlerLoop(self._run_coroutine, self._slots.pool)
             self._loops[loop] = self._thread(lambda: self._run_loop(loop), "flowforge-handlers")
         loop.submit(coroutines)
 
@@ -302,37 +282,8 @@ class Executor:
             with self._changed:
                 self._running.discard(execution)
                 self._in_threads -= in_thread
-                if self._pool.busy(execution):
-                    moment = STOP_MOMENT if execution.stop_reason is StopReason.TIME_LIMIT else LOST_MOMENT
-                    until = time.monotonic() + moment if in_time else _COUNTED
-                    self._left_threads[execution] = until
-                else:
-                    self._lost -= not in_time
-                    self._free += 1
                 self._changed.notify_all()
-
-    def _threads_ended(self, execution: Execution) -> None:
-        """The threads have ended that a handler had left: now its slot is free."""
-        with self._changed:
-            if execution in self._left_threads and not self._pool.busy(execution):
-                self._lost -= self._left_threads.pop(execution) == _COUNTED
-                self._free += 1
-                self._changed.notify_all()
-
-    def _count_left_threads(self) -> None:
-        """Threads that have had their moment to end, and have not, take their slots with them."""
-        now = time.monotonic()
-        with self._changed:
-            late = [each for each, until in self._left_threads.items() if until <= now]
-            self._left_threads |= dict.fromkeys(late, _COUNTED)
-            self._lost += len(late)
-        for each in late:
-            _log.warning(
-                "a thread that the handler left does not end; going on without its slot",
-                task_run=each.claim.task_run_id, handler=each.claim.handler,
-            )  # fmt: skip
-        if late and self.exhausted:
-            self._on_broken(_EXHAUSTED)
+            self._slots.ended(execution, lost=not in_time)
 
     # -- time limits, and what does not stop
 
@@ -346,7 +297,7 @@ class Executor:
             if now >= beat_at:
                 beat_at = now + 1
                 self._look_at_loops()
-                self._count_left_threads()
+                self._slots.look()
                 self._failures.flush()
             for execution in running:
                 if execution.stop_reason is StopReason.LOST and not execution.overdue:
@@ -401,22 +352,21 @@ class Executor:
     def _abandoned(self, execution: Execution) -> None:
         with self._changed:
             self._running.discard(execution)
-            self._lost += 1
             self._changed.notify_all()
         report = judge(execution, None, Cancelled())
         self._report(execution, report)
         self._failures.tell(execution, report)
-        if self.exhausted:
-            self._on_broken(_EXHAUSTED)
+        self._slots.lose()
 
     # -- event loops that do not run
 
     @property
     def blocked(self) -> str:
-        """The handlers on event loops that do not run, and why no process can be started, or nothing."""
+        """The handlers on event loops that do not run, those whose threads keep every slot, and why no
+        process can be started, or nothing."""
         children = self._children.problem if self._children is not None else ""
         with self._changed:
-            return "; ".join(filter(None, [*self._blocked.values(), children]))
+            return "; ".join(filter(None, [*self._blocked.values(), self._slots.taken, children]))
 
     def _loop_of(self, execution: Execution) -> HandlerLoop | None:
         with self._changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -14,53 +13,73 @@ from flowforge.worker.execution import Execution
 current: ContextVar[Execution | None] = ContextVar("flowforge execution", default=None)
 """The execution whose handler's code runs, on event loops and in what they hand to threads."""
 
+MOST_THREADS = 32
+"""Of one execution, as asyncio has at most."""
+
+
+class _Share(ThreadPoolExecutor):
+    """The threads of one execution."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_THREADS, "flowforge-to-thread")
+        self.calls = 0  # that have not ended
+
 
 class HandlerPool(ThreadPoolExecutor):
-    """The default executor of the handlers' event loops.
+    """The default executor of the handlers' event loops, in which each execution has threads of its own:
+    however many hang, others go on.
 
     A coroutine can be cancelled, and a thread that it waits for cannot: that goes on, whatever became of the
-    handler. `on_idle` is told of an execution when the last such thread of it ends.
+    handler. `on_idle` is told of an execution when the last call of it ends.
     """
 
-    def __init__(self, threads: int, on_idle: Callable[[Execution], None]) -> None:
-        super().__init__(threads, "flowforge-to-thread")
+    def __init__(self, on_idle: Callable[[Execution], None]) -> None:
+        super().__init__(MOST_THREADS, "flowforge-to-thread")  # for what is no execution's
         self._on_idle = on_idle
         self._lock = threading.Lock()
-        self._busy: Counter[Execution] = Counter()
+        self._shares: dict[Execution, _Share] = {}
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As ThreadPoolExecutor.submit, for the current execution."""
         execution = current.get()
         if execution is None:
             return super().submit(fn, *args, **kwargs)
-
-        def run() -> Any:
-            with self._lock:
-                self._busy[execution] += 1
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                self._left(execution)
-
-        return super().submit(run)
+        with self._lock:
+            share = self._shares.get(execution)
+            if share is None:
+                share = self._shares[execution] = _Share()
+            future = share.submit(fn, *args, **kwargs)
+            share.calls += 1
+        future.add_done_callback(lambda _: self._done(execution))
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: an event loop does this to its default executor when it is closed, and others go on."""
 
     def end(self) -> None:
-        """Begin nothing more. The threads that run go on until the process ends."""
+        """Begin nothing of what waits. The threads that run go on until the process ends."""
         super().shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            shares = list(self._shares.values())
+        for share in shares:
+            share.shutdown(wait=False, cancel_futures=True)
 
     def busy(self, execution: Execution) -> bool:
-        """Whether a thread of it runs."""
+        """Whether a call of `execution`, whose handler has ended, has not."""
         with self._lock:
-            return execution in self._busy
+            return not self._dismissed(execution)
 
-    def _left(self, execution: Execution) -> None:
+    def _done(self, execution: Execution) -> None:
         with self._lock:
-            self._busy[execution] -= 1
-            idle = not self._busy[execution]
-            if idle:
-                del self._busy[execution]
+            self._shares[execution].calls -= 1
+            idle = execution.ended and self._dismissed(execution)
         if idle:
             self._on_idle(execution)
+
+    def _dismissed(self, execution: Execution) -> bool:
+        """Whether it has no threads, or none that are of use any more, which then end."""
+        share = self._shares.get(execution)
+        if share is not None and share.calls == 0:
+            share.shutdown(wait=False)
+            del self._shares[execution]
+        return execution not in self._shares

@@ -15,6 +15,7 @@ import pytest
 from flowforge.config import Config
 from flowforge.worker import child
 from flowforge.worker.execution import Finish, StopReason
+from flowforge.worker.pool import MOST_THREADS
 from tests.python.test_execution import Slots, an_execution
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
@@ -158,10 +159,10 @@ def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., 
         await asyncio.to_thread(gate.wait)
 
     bench = slots(2, coroutine=coroutine)
-    started = [bench.start("coroutine") for _ in range(2)]
+    started = [bench.start("coroutine", time_limit=1000) for _ in range(2)]
     gate.await_arrivals(2)
     for execution in started:
-        execution.stop(StopReason.SHUTDOWN)
+        bench.run_out(execution)
         bench.report(execution)
     wait_until(lambda: bool(bench.broken), "the end")
     assert (bench.executor.exhausted, bench.broken[0]) == (
@@ -170,6 +171,89 @@ def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., 
     )
     gate.open()
     wait_until(lambda: bench.executor.lost == 0, "the threads' end")
+
+
+@pytest.mark.parametrize("reason", [None, StopReason.CANCEL, StopReason.LOST])
+def test_threads_that_need_not_have_ended_keep_their_slots_and_end_no_worker(
+    slots: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch, reason: StopReason | None
+) -> None:
+    """As of name look-ups during an outage of DNS, or of an HTTP call that nobody waits for any more. Health
+    says so when nothing is left."""
+    monkeypatch.setattr("flowforge.worker.slots.LEFT_MOMENT", 0)
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(gate.wait), 1000 if reason else 0.01)
+
+    bench = slots(2, coroutine=coroutine)
+    for count in (1, 2):
+        assert not bench.executor.blocked
+        execution = bench.start("coroutine")
+        gate.await_arrivals(count)
+        if reason is not None:
+            execution.stop(reason)
+        bench.report(execution)
+    told = "every slot is kept by threads that handlers have left: coroutine"
+    wait_until(lambda: bench.executor.blocked == told, "health")
+    assert (bench.free(), bench.executor.lost, bench.broken) == (0, 0, [])
+    gate.open()
+    wait_until(lambda: bench.free() == 2, "the slots")
+    assert bench.executor.blocked == ""
+
+
+def test_threads_of_one_handler_are_not_for_want_of_another(slots: Callable[..., Slots]) -> None:
+    """However many of them hang, also when the time limit of the handler has passed."""
+    gate = Gate()
+
+    async def many(_ctx: Any) -> None:
+        await asyncio.gather(*(asyncio.to_thread(gate.wait) for _ in range(100)))
+
+    async def one(_ctx: Any) -> str:
+        return await asyncio.to_thread(lambda: "done")
+
+    bench = slots(3, many=many, one=one)
+    hanging = [bench.start("many", time_limit=1000) for _ in range(2)]
+    gate.await_arrivals(2 * MOST_THREADS)
+    assert bench.run("one") == Finish("succeeded", output='"done"')
+    for execution in hanging:
+        bench.run_out(execution)
+        bench.report(execution)
+    assert bench.run("one") == Finish("succeeded", output='"done"')
+    gate.open()
+    wait_until(lambda: bench.free() == 3, "the slots")
+    assert gate.arrivals == 2 * MOST_THREADS, "what waited was called off with its handler"
+
+
+def test_what_is_not_waited_for_still_runs_and_keeps_the_slot(slots: Callable[..., Slots]) -> None:
+    """Also what has not begun when the handler ends."""
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> None:
+        for _ in range(40):
+            asyncio.get_running_loop().run_in_executor(None, gate.wait)
+
+    bench = slots(1, coroutine=coroutine)
+    assert bench.run("coroutine") == Finish("succeeded")
+    gate.await_arrivals(MOST_THREADS)
+    assert bench.free() == 0
+    gate.open()
+    gate.await_arrivals(40)
+    wait_until(lambda: bench.free() == 1, "the slot")
+
+
+def test_what_a_stop_abandons_is_no_reason_to_end(slots: Callable[..., Slots]) -> None:
+    """The worker ends as it was asked to, and not for want of slots."""
+    gate = Gate()
+    bench = slots(1, thread=lambda _: gate.wait())
+    execution = bench.start("thread")
+    gate.await_arrivals()
+    bench.executor.wake()
+    execution.stop(StopReason.SHUTDOWN)
+    bench.executor.abandon_all()
+    assert (bench.executor.lost, bench.broken) == (1, [])
+    gate.open()
+    wait_until(lambda: bench.free() == 1, "its end")
 
 
 def test_a_thread_that_is_about_to_end_costs_nothing(slots: Callable[..., Slots]) -> None:

@@ -271,7 +271,7 @@ def test_a_broken_claiming_function_costs_no_message(rabbit_bench: Bench, rabbit
         wait_until(lambda: worker.worker.health.state not in ("starting", "ok"), "health")
         bench.execute(f"grant execute on function {function} to flowforge_worker")
         assert set(bench.wait_run(*runs)) == {"succeeded"}
-        wait_until(lambda: worker.worker._executor._free == 4, "all slots free")
+        wait_until(lambda: worker.worker._executor._slots._free == 4, "all slots free")
         assert queued(bench, rabbit, "dead") == 0
 
 
