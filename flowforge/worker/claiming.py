@@ -160,7 +160,7 @@ class Claimer(ABC):
                 # Only this repeat was refused. What it repeats may be under way in the database to this
                 # moment, and its claims would be nobody's if they were not asked for again.
                 unanswered = Unanswered(first_line(exc), sent=True)
-                self.session.refused = not db.is_transient(exc)
+                self.session.stuck(exc)
                 _log.warning(
                     "repeat of a claim refused, whose outcome is not known; trying again",
                     error=first_line(exc),
@@ -238,6 +238,7 @@ class QueueClaimer(Claimer):
             return
         if db.is_transient(exc):
             _log.warning("claim refused; trying again", error=first_line(exc))
+            self.session.stuck(exc)
         elif slots > 1:
             _log.warning("claim refused; trying a single one", error=first_line(exc), count=slots)
             self._most = 1
@@ -245,7 +246,7 @@ class QueueClaimer(Claimer):
         else:
             _log.error("claim of a single one refused; trying again later", error=first_line(exc))
             self._most = 1
-            self.session.refused = True
+            self.session.stuck(exc)
         self.waker.wait(self.session.pause())
 
     def _connected(self, conn: db.Connection) -> None:

@@ -185,6 +185,7 @@ class Finisher:
 
     def _again(self, each: _Ended, exc: psycopg.Error) -> None:
         """Send it later, alone. The lease is renewed meanwhile."""
+        self._session.stuck(exc)
         _log.warning("report refused; trying again", error=first_line(exc), **_keys(each.execution))
         if not self._given_up.wait(min(self._session.pause(), 1.0)):
             self._queue.put(each._replace(alone=True))
@@ -205,6 +206,7 @@ class Finisher:
                     self._again(each, exc)
                     return
                 # The lease runs out by itself and the reaper does the rest.
+                self._session.stuck(exc)
                 _log.error("release refused", error=first_line(exc), **_keys(each.execution))
                 break
             else:

@@ -184,6 +184,7 @@ class LeaseKeeper:
                     self._apply([each], now, self._ask([each]))
                 except psycopg.Error as each_exc:
                     each.renewed_at = now
+                    self._session.stuck(each_exc)
                     _log.error("renewal refused", task_run=each.claim.task_run_id, error=first_line(each_exc))
         with self._lock:
             self._next_renewal = min(

@@ -187,7 +187,7 @@ class MessageClaimer(Claimer):
             _log.error("claim of a message refused; keeping it aside", seconds=round(delay, 1), **keys)
             return True
         (_log.warning if passing else _log.error)("claim refused; trying again later", **keys)
-        self.session.refused = not passing
+        self.session.stuck(exc)
         self._step_aside()
         self._return([message])
         self._given_up.wait(self.session.pause())

@@ -17,6 +17,8 @@ _log = log.of("worker")
 CALL_LIMIT = 60.0
 """Seconds after which a call that got no answer is given up as lost with its connection."""
 
+_PASSING_REFUSALS = 2
+
 
 class Unanswered(Exception):
     """No answer: the connection was lost or could not be made. Whether the statement took effect is not
@@ -44,7 +46,8 @@ class Session:
         self._backoff = db.Backoff()
         self.lost_since_answer = 0
         self.refused = False
-        """Set by whoever gets nowhere for a refusal; a call that succeeds unsets it."""
+        """Whether nothing goes on for refusals; a call that succeeds unsets it."""
+        self._refusals = 0
 
     @property
     def connection(self) -> db.Connection | None:
@@ -91,8 +94,14 @@ class Session:
             raise Unanswered(first_line(exc), sent=sent, too_much=too_much) from exc
         self._answered()
         self._backoff.reset()
-        self.refused = False
+        self._refusals, self.refused = 0, False
         return rows
+
+    def stuck(self, exc: psycopg.Error) -> None:
+        """Whoever calls has got nowhere, for this refusal: one that passes by itself may come a few times in
+        a row until it is told."""
+        self._refusals += 1
+        self.refused = self._refusals > (_PASSING_REFUSALS if db.is_transient(exc) else 0)
 
     def _answered(self) -> None:
         if self.lost_since_answer:

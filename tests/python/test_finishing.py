@@ -1,7 +1,7 @@
 """How results travel: as they are, and a large one by itself."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 import pytest
@@ -9,7 +9,7 @@ from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 
 from flowforge.config import Config
-from flowforge.worker.execution import Finish, StopReason
+from flowforge.worker.execution import Finish, Release, Report, StopReason
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session
@@ -33,7 +33,7 @@ class Wire(Session):
         return [(self.answer,)] * len(params[0])
 
 
-def sent_through(wire: Wire, *reports: Finish, stop: StopReason | None = None) -> Counter[str]:
+def sent_through(wire: Wire, *reports: Report, stop: StopReason | None = None) -> Counter[str]:
     """What became of these reports, all there before the first was sent, of handlers told to `stop`."""
     counts, broken = Counter[str](), list[str]()
     keeper = LeaseKeeper(Session(Config(), "renew"), "me", ["default"], 1, 60, counts, broken.append)
@@ -106,3 +106,42 @@ def test_a_time_out_that_the_reaper_told_first_is_no_lost_lease(caplog: pytest.L
     counts = sent_through(Wire("fenced"), late, stop=StopReason.CANCEL)
     assert counts == {"fenced": 1}
     assert "result refused: the lease was lost before" in caplog.text
+
+
+class Full(Session):
+    """Refuses all, so many times, as by a full disk or for want of a privilege; keeps whether health was told
+    before each call."""
+
+    def __init__(self, refusal: type[psycopg.Error], times: int = 4) -> None:
+        super().__init__(Config(), "full")
+        self.refusal, self.times, self.told = refusal, times, list[bool]()
+
+    def call(self, *_: Any, **__: Any) -> list[tuple[Any, ...]]:
+        self.told.append(self.refused)
+        if len(self.told) <= self.times:
+            raise self.refusal("no")
+        return [("accepted",)]
+
+    def pause(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("report", [Finish("succeeded"), Release("shutdown")])
+def test_health_is_told_of_reports_that_are_refused_again_and_again(report: Report) -> None:
+    """Nothing else would tell that no result arrives."""
+    wire = Full(psycopg.errors.DiskFull)
+    assert sent_through(cast("Any", wire), report).total() == 1
+    assert wire.told == [False, False, False, True, True]
+
+
+def test_health_is_told_of_refused_renewals() -> None:
+    for refusal, told in (
+        (psycopg.errors.DiskFull, [False] * 5 + [True]),
+        (psycopg.errors.InsufficientPrivilege, [False] * 2 + [True] * 4),
+    ):
+        wire = Full(refusal, 100)
+        keeper = LeaseKeeper(wire, "me", ["default"], 1, 60, Counter(), list[str]().append)
+        keeper.hold([an_execution() for _ in range(2)])
+        for now in (1e9, 2e9):
+            keeper._renew(now)
+        assert wire.told == told

@@ -36,6 +36,14 @@ def slots() -> Iterator[Callable[..., Slots]]:
         each.executor.close()
 
 
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Opened at the end: the interpreter waits for threads of pools, also those of a test that failed."""
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
 def test_a_context_variable_is_not_for_the_next_handler(slots: Callable[..., Slots]) -> None:
     """A tenant or a trace of one run must not show in another's."""
 
@@ -119,9 +127,8 @@ def test_what_a_failed_handler_held_is_gone_in_a_process(end: Callable[..., Any]
         assert [each() for each in held] == [None]
 
 
-def test_every_slot_can_hand_its_work_to_a_thread(slots: Callable[..., Slots]) -> None:
+def test_every_slot_can_hand_its_work_to_a_thread(slots: Callable[..., Slots], gate: Gate) -> None:
     """Not only as many as asyncio would have threads on a machine with few processors."""
-    gate = Gate()
 
     async def coroutine(_ctx: Any) -> None:
         await asyncio.gather(asyncio.to_thread(gate.wait), asyncio.to_thread(gate.wait))
@@ -134,9 +141,8 @@ def test_every_slot_can_hand_its_work_to_a_thread(slots: Callable[..., Slots]) -
     wait_until(lambda: bench.free() == 40, "free slots")
 
 
-def test_a_thread_that_outlives_its_handler_keeps_its_slot(slots: Callable[..., Slots]) -> None:
+def test_a_thread_that_outlives_its_handler_keeps_its_slot(slots: Callable[..., Slots], gate: Gate) -> None:
     """The coroutine is cancelled at its time limit, its thread cannot be: it counts until it ends."""
-    gate = Gate()
 
     async def coroutine(_ctx: Any) -> None:
         await asyncio.to_thread(gate.wait)
@@ -152,9 +158,7 @@ def test_a_thread_that_outlives_its_handler_keeps_its_slot(slots: Callable[..., 
     wait_until(lambda: (bench.executor.lost, bench.free()) == (0, 2), "the slot")
 
 
-def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., Slots]) -> None:
-    gate = Gate()
-
+def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., Slots], gate: Gate) -> None:
     async def coroutine(_ctx: Any) -> None:
         await asyncio.to_thread(gate.wait)
 
@@ -175,12 +179,11 @@ def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., 
 
 @pytest.mark.parametrize("reason", [None, StopReason.CANCEL, StopReason.LOST])
 def test_threads_that_need_not_have_ended_keep_their_slots_and_end_no_worker(
-    slots: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch, reason: StopReason | None
+    slots: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch, reason: StopReason | None, gate: Gate
 ) -> None:
     """As of name look-ups during an outage of DNS, or of an HTTP call that nobody waits for any more. Health
     says so when nothing is left."""
     monkeypatch.setattr("flowforge.worker.slots.LEFT_MOMENT", 0)
-    gate = Gate()
 
     async def coroutine(_ctx: Any) -> None:
         with contextlib.suppress(TimeoutError):
@@ -202,9 +205,8 @@ def test_threads_that_need_not_have_ended_keep_their_slots_and_end_no_worker(
     assert bench.executor.blocked == ""
 
 
-def test_threads_of_one_handler_are_not_for_want_of_another(slots: Callable[..., Slots]) -> None:
+def test_threads_of_one_handler_are_not_for_want_of_another(slots: Callable[..., Slots], gate: Gate) -> None:
     """However many of them hang, also when the time limit of the handler has passed."""
-    gate = Gate()
 
     async def many(_ctx: Any) -> None:
         await asyncio.gather(*(asyncio.to_thread(gate.wait) for _ in range(100)))
@@ -225,9 +227,10 @@ def test_threads_of_one_handler_are_not_for_want_of_another(slots: Callable[...,
     assert gate.arrivals == 2 * MOST_THREADS, "what waited was called off with its handler"
 
 
-def test_what_is_not_waited_for_still_runs_and_keeps_the_slot(slots: Callable[..., Slots]) -> None:
+def test_what_is_not_waited_for_still_runs_and_keeps_the_slot(
+    slots: Callable[..., Slots], gate: Gate
+) -> None:
     """Also what has not begun when the handler ends."""
-    gate = Gate()
 
     async def coroutine(_ctx: Any) -> None:
         for _ in range(40):
@@ -242,9 +245,8 @@ def test_what_is_not_waited_for_still_runs_and_keeps_the_slot(slots: Callable[..
     wait_until(lambda: bench.free() == 1, "the slot")
 
 
-def test_what_a_stop_abandons_is_no_reason_to_end(slots: Callable[..., Slots]) -> None:
+def test_what_a_stop_abandons_is_no_reason_to_end(slots: Callable[..., Slots], gate: Gate) -> None:
     """The worker ends as it was asked to, and not for want of slots."""
-    gate = Gate()
     bench = slots(1, thread=lambda _: gate.wait())
     execution = bench.start("thread")
     gate.await_arrivals()
@@ -256,9 +258,8 @@ def test_what_a_stop_abandons_is_no_reason_to_end(slots: Callable[..., Slots]) -
     wait_until(lambda: bench.free() == 1, "its end")
 
 
-def test_a_thread_that_is_about_to_end_costs_nothing(slots: Callable[..., Slots]) -> None:
+def test_a_thread_that_is_about_to_end_costs_nothing(slots: Callable[..., Slots], gate: Gate) -> None:
     """An ordinary cancel, or a time-out of the handler's own, leaves one for a moment."""
-    gate = Gate()
 
     async def coroutine(_ctx: Any) -> str:
         with contextlib.suppress(TimeoutError):
@@ -273,9 +274,10 @@ def test_a_thread_that_is_about_to_end_costs_nothing(slots: Callable[..., Slots]
     assert (bench.executor.lost, bench.broken) == (0, [])
 
 
-def test_when_a_blocked_loop_ends_the_others_can_still_use_threads(slots: Callable[..., Slots]) -> None:
+def test_when_a_blocked_loop_ends_the_others_can_still_use_threads(
+    slots: Callable[..., Slots], gate: Gate
+) -> None:
     """A loop that was set aside closes what it takes for its own."""
-    gate = Gate()
 
     async def blocks(_ctx: Any) -> None:
         gate.arrive()

@@ -257,6 +257,22 @@ def test_without_a_broker_a_refused_claim_is_tried_singly_and_shown(
         wait_until(lambda: worker.worker.health.state == "ok", "health")
 
 
+def test_health_says_when_claims_are_refused_for_long_though_that_may_pass(any_bench: Bench) -> None:
+    """As by a full disk. A few refusals, such as for a lock, are not worth a word."""
+    witness = Witness()
+    any_bench.define(witness.workflow)
+    run = any_bench.trigger(witness.workflow)
+    any_bench.wait_state(run, "task", "ready")
+    refuse(any_bench, run, "53100")
+    with any_bench.worker(witness.workflow) as worker:
+        health = worker.worker.health
+        wait_until(lambda: health.state == "error", "health that says so")
+        assert health._state["detail"] == "the database refuses to claim; see the log"
+        any_bench.execute("drop trigger refuse on flowforge.task_run")
+        assert any_bench.wait_run(run) == ["succeeded"]
+        wait_until(lambda: health.state == "ok", "health")
+
+
 def test_a_broken_claiming_function_costs_no_message(rabbit_bench: Bench, rabbit: Broker) -> None:
     """A privilege taken away by mistake: nothing goes to the dead letters, and all runs once it is back."""
     bench, witness = rabbit_bench, Witness()
