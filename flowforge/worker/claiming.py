@@ -29,7 +29,7 @@ from flowforge.worker.execution import Execution, Release
 from flowforge.worker.executor import Executor
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
-from flowforge.worker.session import Session, Unanswered
+from flowforge.worker.session import CALL_LIMIT, Session, Unanswered, longer
 
 _log = log.of("worker")
 
@@ -142,11 +142,11 @@ class Claimer(ABC):
         Raises psycopg.Error for a definite refusal of all that was sent, so that nothing is claimed, TooMuch
         when fewer should be asked for, and Unanswered when told to end.
         """
-        first, too_much = None, 0
+        first, too_much, limit = None, 0, CALL_LIMIT
         while True:
             last = time.monotonic()
             try:
-                return answers(self.session.call(query, arguments)), Sent(first or last, last)
+                return answers(self.session.call(query, arguments, limit=limit)), Sent(first or last, last)
             except Unanswered as exc:
                 unanswered = exc
                 if exc.sent and first is None:
@@ -154,6 +154,8 @@ class Claimer(ABC):
                 too_much += exc.too_much
                 if too_much == _MOST_TOO_MUCH and most > 1:
                     raise TooMuch(str(exc)) from exc
+                if exc.too_much and most == 1:
+                    limit = longer(limit)
             except psycopg.Error as exc:
                 if first is None:
                     raise

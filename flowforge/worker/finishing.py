@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import psycopg
@@ -23,7 +25,7 @@ from flowforge.errors import first_line
 from flowforge.runner import crash_point
 from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason, storable
 from flowforge.worker.leases import LeaseKeeper
-from flowforge.worker.session import Session, Unanswered
+from flowforge.worker.session import CALL_LIMIT, Session, Unanswered, longer
 
 _log = log.of("worker")
 
@@ -40,6 +42,7 @@ _RELEASE = "select flowforge.release_task_run(%s::bigint, %s::bigint, %s::text)"
 _MOST_ROWS = 500
 _MOST_CHARACTERS = 8_000_000  # of one statement; a larger result goes alone
 _ALONE_LOCK_TIMEOUT = 0.2  # seconds; others wait behind
+_MOST_LATER = 5  # that are sent again before others get their turn
 # What PostgreSQL says of a value that it cannot keep: data exceptions, violated constraints, complexity of
 # nesting, FlowForge's own limits.
 _CLASSES_OF_VALUES = ("22", "23", "54", "WF")
@@ -49,7 +52,8 @@ _UNRECORDABLE = Finish("failed", error="the outcome of the handler could not be 
 class _Ended(NamedTuple):
     execution: Execution
     report: Report
-    alone: bool = False  # it was refused before, so it goes without others
+    alone: bool = False  # it was refused before, or too much with others, so it goes without them
+    limit: float = CALL_LIMIT  # seconds that its statement may take
     instead_of: Report = None  # what the database refused, for what seemed to be the value's fault
 
 
@@ -64,6 +68,8 @@ class Finisher:
         self._session, self._keeper, self._counts, self._on_crash = session, keeper, counts, on_crash
         self._queue: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
         self._held_over: _Ended | None = None
+        self._later: list[_Ended] = []  # to be sent again, and not before
+        self._later_at = 0.0
         self._closing = False
         self._given_up = threading.Event()
         self._answered = threading.Condition()
@@ -98,6 +104,7 @@ class Finisher:
     def give_up(self) -> None:
         """End without the answers that are missing."""
         self._given_up.set()
+        self._queue.put(None)
         self._session.sever()
         self._thread.join(1)
 
@@ -124,42 +131,64 @@ class Finisher:
             self._session.close()
 
     def _next(self) -> list[_Ended]:
-        """Wait for a report, then take all that have come, within bounds. Empty at the end."""
+        """Wait for a report, or for the moment of one that was put off; then take all that have come, within
+        bounds. Empty at the end."""
+        batch: list[_Ended] = []
+        while not batch and not self._given_up.is_set() and not (self._closing and self._is_empty()):
+            batch = self._take_arrived()
+            if self._later and time.monotonic() >= self._later_at:
+                batch += self._later[:_MOST_LATER]
+                del self._later[:_MOST_LATER]
+        return batch
+
+    def _is_empty(self) -> bool:
+        return self._queue.empty() and self._held_over is None and not self._later
+
+    def _take_arrived(self) -> list[_Ended]:
         batch: list[_Ended] = []
         size = 0
-        while len(batch) < _MOST_ROWS and not self._given_up.is_set():
-            if self._held_over is not None:
-                each, self._held_over = self._held_over, None
-            elif self._queue.empty() and (batch or self._closing):
-                break
-            elif (got := self._queue.get()) is not None:
-                each = got
-            else:
-                continue
-            size += len(each.report.output or "") if isinstance(each.report, Finish) else 0
-            if batch and size > _MOST_CHARACTERS:
-                self._held_over = each
-                break
-            batch.append(each)
+        with suppress(queue.Empty):
+            while len(batch) < _MOST_ROWS:
+                if self._held_over is not None:
+                    each, self._held_over = self._held_over, None
+                elif (got := self._queue.get(timeout=self._patience(batch))) is not None:
+                    each = got
+                else:
+                    break  # to end, or to look what has changed
+                size += len(each.report.output or "") if isinstance(each.report, Finish) else 0
+                if batch and size > _MOST_CHARACTERS:
+                    self._held_over = each
+                    break
+                batch.append(each)
         return batch
+
+    def _patience(self, batch: Sequence[_Ended]) -> float | None:
+        """Seconds to wait for another report; None: until there is one."""
+        if self._later and not batch:
+            return max(0.0, self._later_at - time.monotonic())
+        return 0.0 if batch or self._closing else None
 
     def _send(self, batch: Sequence[_Ended]) -> None:
         """Finish `batch` together, repeated until answered or the leases are known to be lost."""
         while batch:
-            timeout = _ALONE_LOCK_TIMEOUT if batch[0].alone else None
+            timeout, limit = _ALONE_LOCK_TIMEOUT if batch[0].alone else None, batch[0].limit
             try:
                 crash_point("worker:before-finish-commit")
-                answers = self._session.call(_FINISH, _arguments(batch), lock_timeout=timeout)
+                answers = self._session.call(_FINISH, _arguments(batch), limit=limit, lock_timeout=timeout)
                 crash_point("worker:after-finish-commit")
-            except Unanswered:
+            except Unanswered as exc:
                 if self._given_up.wait(self._session.pause()):
                     return
                 self._forget([each for each in batch if each.execution.gone])
                 batch = [each for each in batch if not each.execution.gone]
+                if exc.too_much:
+                    limit = longer(limit) if len(batch) == 1 else limit
+                    self._put_off(each._replace(alone=True, limit=limit) for each in batch)
+                    return
             except psycopg.Error as exc:
                 if len(batch) > 1:
                     for each in batch:
-                        self._send([each])
+                        self._send([each._replace(alone=True)])
                 else:
                     self._refused(batch[0], exc)
                 return
@@ -187,8 +216,12 @@ class Finisher:
         """Send it later, alone. The lease is renewed meanwhile."""
         self._session.stuck(exc)
         _log.warning("report refused; trying again", error=first_line(exc), **_keys(each.execution))
-        if not self._given_up.wait(min(self._session.pause(), 1.0)):
-            self._queue.put(each._replace(alone=True))
+        self._put_off([each._replace(alone=True)])
+
+    def _put_off(self, batch: Iterable[_Ended]) -> None:
+        """Others go first, for a moment at least."""
+        self._later += batch
+        self._later_at = time.monotonic() + min(self._session.pause(), 1.0)
 
     def _release(self, each: _Ended, reason: str) -> None:
         claim = each.execution.claim

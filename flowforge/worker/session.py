@@ -17,6 +17,7 @@ _log = log.of("worker")
 CALL_LIMIT = 60.0
 """Seconds after which a call that got no answer is given up as lost with its connection."""
 
+_LONGEST_CALL = 3600.0
 _PASSING_REFUSALS = 2
 
 
@@ -28,6 +29,11 @@ class Unanswered(Exception):
     def __init__(self, message: str, *, sent: bool, too_much: bool = False) -> None:
         super().__init__(message)
         self.sent, self.too_much = sent, too_much
+
+
+def longer(limit: float) -> float:
+    """The limit for another try of a call that was too much for `limit` and cannot be parted."""
+    return min(2 * limit, _LONGEST_CALL)
 
 
 class Session:

@@ -1,7 +1,8 @@
 """How results travel: as they are, and a large one by itself."""
 
 from collections import Counter
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import psycopg
 import pytest
@@ -12,8 +13,9 @@ from flowforge.config import Config
 from flowforge.worker.execution import Finish, Release, Report, StopReason
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
-from flowforge.worker.session import Session
+from flowforge.worker.session import Session, Unanswered
 from tests.python.test_execution import an_execution
+from tests.services.process import wait_until
 
 
 class Wire(Session):
@@ -33,22 +35,38 @@ class Wire(Session):
         return [(self.answer,)] * len(params[0])
 
 
-def sent_through(wire: Wire, *reports: Report, stop: StopReason | None = None) -> Counter[str]:
+class Sending:
+    """A finisher and what becomes of reports, each of a task run of its own, numbered from 0."""
+
+    def __init__(self, wire: Session) -> None:
+        self.counts, self._broken, self._put = Counter[str](), list[str](), 0
+        session = Session(Config(), "renew")
+        self.keeper = LeaseKeeper(session, "me", ["default"], 1, 60, self.counts, self._broken.append)
+        self.finisher = Finisher(wire, self.keeper, self.counts, self._broken.append)
+
+    def put(self, *reports: Report, stop: StopReason | None = None) -> None:
+        for report in reports:
+            execution = an_execution()
+            execution.claim = execution.claim._replace(task_run_id=self._put)
+            self._put += 1
+            self.keeper.hold([execution])
+            if stop is not None:
+                execution.stop(stop)
+            self.finisher.put(execution, report)
+
+    def end(self) -> Counter[str]:
+        self.finisher.close()
+        assert self.finisher.wait_ended(60)
+        assert not self._broken
+        return self.counts
+
+
+def sent_through(wire: Session, *reports: Report, stop: StopReason | None = None) -> Counter[str]:
     """What became of these reports, all there before the first was sent, of handlers told to `stop`."""
-    counts, broken = Counter[str](), list[str]()
-    keeper = LeaseKeeper(Session(Config(), "renew"), "me", ["default"], 1, 60, counts, broken.append)
-    finisher = Finisher(wire, keeper, counts, broken.append)
-    for report in reports:
-        execution = an_execution()
-        keeper.hold([execution])
-        if stop is not None:
-            execution.stop(stop)
-        finisher.put(execution, report)
-    finisher.close()
-    finisher.start()
-    assert finisher.wait_ended(60)
-    assert not broken
-    return counts
+    sending = Sending(wire)
+    sending.put(*reports, stop=stop)
+    sending.finisher.start()
+    return sending.end()
 
 
 def sent(*outputs: str) -> Wire:
@@ -108,6 +126,71 @@ def test_a_time_out_that_the_reaper_told_first_is_no_lost_lease(caplog: pytest.L
     assert "result refused: the lease was lost before" in caplog.text
 
 
+class Locked(Wire):
+    """The rows of these task runs are locked by somebody; `tries` are the statements that met one."""
+
+    def __init__(self, locked: set[int]) -> None:
+        super().__init__()
+        self.locked, self.tries = locked, list[tuple[list[int], Any]]()
+        self.sent: list[int] = []
+        self.on_try: Callable[[], None] = lambda: None
+
+    def call(self, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        if self.locked & set(params[0]):
+            self.tries.append((params[0], options["lock_timeout"]))
+            self.on_try()
+            raise psycopg.errors.LockNotAvailable("a lock")
+        self.sent += params[0]
+        return super().call(query, params)
+
+    def pause(self) -> float:
+        return 0.0
+
+
+def test_locked_task_runs_hold_up_no_results_of_others() -> None:
+    """Each is tried for a moment only, and few of them between two looks for what has come since."""
+    wire = Locked(set(range(20)))
+    sending = Sending(wire)
+    tries: list[int] = []
+
+    def put_another() -> None:
+        if len(wire.tries) == 24:  # together, each for itself, and some for the second time
+            sending.put(Finish("succeeded"))
+        if 20 in wire.sent:
+            tries.append(len(wire.tries))
+            wire.locked = set()
+
+    wire.on_try = put_another
+    sending.put(*[Finish("succeeded")] * 20)
+    sending.finisher.start()
+    wait_until(lambda: bool(tries), "the other's result")
+    assert sending.end() == {"finished_succeeded": 21}
+    assert wire.tries[0] == ([*range(20)], None)
+    assert {timeout for _, timeout in wire.tries[1:]} == {0.2}
+    assert tries[0] <= 24 + 6
+
+
+class Slow(Wire):
+    """A result of over a hundred characters takes 200 seconds."""
+
+    def call(self, query: str, params: Any, *, limit: float = 60.0, **options: Any) -> list[tuple[Any, ...]]:
+        if any(len(output) > 100 for output in params[3]) and limit < 200:
+            raise Unanswered("no answer", sent=True, too_much=True)
+        return super().call(query, params, **options)
+
+    def pause(self) -> float:
+        return 0.0
+
+
+def test_a_result_that_takes_long_on_the_wire_is_given_the_time_and_others_go_first() -> None:
+    """Else it would be sent in vain for ever, and nothing else."""
+    wire = Slow()
+    reports = [Finish("succeeded", output=output) for output in ("1", '"' + "x" * 200 + '"', "3")]
+    assert sent_through(wire, *reports) == {"finished_succeeded": 3}
+    assert wire.rows == [1, 1, 1]
+    assert wire.bytes[-1] == max(wire.bytes)
+
+
 class Full(Session):
     """Refuses all, so many times, as by a full disk or for want of a privilege; keeps whether health was told
     before each call."""
@@ -130,7 +213,7 @@ class Full(Session):
 def test_health_is_told_of_reports_that_are_refused_again_and_again(report: Report) -> None:
     """Nothing else would tell that no result arrives."""
     wire = Full(psycopg.errors.DiskFull)
-    assert sent_through(cast("Any", wire), report).total() == 1
+    assert sent_through(wire, report).total() == 1
     assert wire.told == [False, False, False, True, True]
 
 
