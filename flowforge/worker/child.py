@@ -38,6 +38,7 @@ from flowforge.worker.execution import (
     StopReason,
     awaited,
     causes,
+    is_of_memory,
     leave_if_forked,
     report_of,
     tell_log,
@@ -189,7 +190,7 @@ class Child:
         execution.end()
         _flush()
         # What has eaten all its memory may hold on to it.
-        spent = raised is not None and any(isinstance(each, MemoryError) for each in causes(raised))
+        spent = raised is not None and is_of_memory(raised)
         if raised is not None and spent:
             _make_room(raised)
         try:

@@ -258,7 +258,23 @@ def unstarted(execution: Execution) -> Report:
 
 
 def report_of(execution: Execution, returned: object, raised: BaseException | None) -> Report:
-    """The report of one whose handler has ended, with a word on what is not kept."""
+    """The report of one whose handler has ended, with a word on what is not kept. Raises MemoryError only."""
+    try:
+        _warn_of_loss(execution, returned, raised)
+        return judge(execution, returned, raised)
+    except MemoryError:
+        raise
+    except BaseException as exc:  # noqa: BLE001 -- of the error's own class, whose code may do anything
+        return undescribed(raised or exc)
+
+
+def undescribed(raised: BaseException) -> Finish:
+    """The report of a failure that nothing can be said of but its class."""
+    name = type.__dict__["__name__"].__get__(type(raised))  # whatever its metaclass makes of that
+    return Finish("failed", error=storable(f"{name}: the error could not be described"))
+
+
+def _warn_of_loss(execution: Execution, returned: object, raised: BaseException | None) -> None:
     claim = execution.claim
     if execution.finished and raised is not None:
         _log.warning(
@@ -271,7 +287,6 @@ def report_of(execution: Execution, returned: object, raised: BaseException | No
             "give it to tx.finish(output)",
             run=claim.run_id, task_run=claim.task_run_id, handler=claim.handler,
         )  # fmt: skip
-    return judge(execution, returned, raised)
 
 
 def leave_if_forked(pid: int, raised: BaseException | None) -> None:
@@ -315,8 +330,16 @@ def judge(execution: Execution, returned: object, raised: BaseException | None) 
         return Release("crashed")
     if isinstance(raised, NotStorable):
         return Finish("failed", error=_unstorable(raised), retryable=False)
-    execution.out_of_memory = any(isinstance(each, MemoryError) for each in causes(raised))
+    execution.out_of_memory = is_of_memory(raised)
     return Finish("failed", error=describe(raised), retryable=not isinstance(raised, PermanentError))
+
+
+def is_of_memory(exc: BaseException) -> bool:
+    """Whether it comes of a want of memory."""
+    try:
+        return any(isinstance(each, MemoryError) for each in causes(exc))
+    except Exception:  # noqa: BLE001 -- as in `report_of`
+        return False
 
 
 def causes(exc: BaseException) -> Generator[BaseException]:
@@ -347,8 +370,11 @@ def describe(exc: BaseException, *, trace: bool = True) -> str:
     head = storable(head[:2000])
     if not trace or exc.__traceback__ is None:
         return head
-    # Without the frame of this module that called the handler.
-    frames = traceback.format_tb(exc.__traceback__.tb_next)
+    try:
+        # Without the frame of this module that called the handler.
+        frames = traceback.format_tb(exc.__traceback__.tb_next)
+    except Exception:  # noqa: BLE001 -- of what loads the source, such as from an archive that was replaced
+        frames = []
     return f"{head}\n\n{storable(''.join(frames)[-4000:])}" if frames else head
 
 

@@ -24,6 +24,7 @@ from flowforge.worker.execution import (
     leave_if_forked,
     report_of,
     tell_log,
+    undescribed,
     unstarted,
 )
 from flowforge.worker.failures import Failures
@@ -435,7 +436,10 @@ class Executor:
 
 
 def _judged(execution: Execution, begun: bool, returned: object, raised: BaseException | None) -> Report:
-    return report_of(execution, returned, raised) if begun else unstarted(execution)
+    try:
+        return report_of(execution, returned, raised) if begun else unstarted(execution)
+    except MemoryError as exc:
+        return undescribed(raised or exc)
 
 
 def _all_ended(executions: Collection[Execution]) -> bool:

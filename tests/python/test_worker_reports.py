@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -11,7 +12,17 @@ import pytest
 from flowforge.definition import Workflow
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
 from flowforge.worker.claim import CLAIM_NEXT, answers
-from flowforge.worker.execution import Execution, Finish, Release, StopReason, describe, judge
+from flowforge.worker.execution import (
+    Execution,
+    Finish,
+    Release,
+    StopReason,
+    describe,
+    is_of_memory,
+    judge,
+    report_of,
+)
+from flowforge.worker.executor import _judged
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session
@@ -134,6 +145,78 @@ def test_error_text_is_storable_bounded_and_shows_where() -> None:
     assert text.startswith("ValueError: a\ufffdb?xxx")
     assert "in deep" in text
     assert describe(Mute()).startswith("Mute: ")
+
+
+def refuse(*_: Any) -> Any:
+    raise RuntimeError("not to be had")
+
+
+class Odd(type):
+    __name__ = property(refuse)
+
+
+class OfOddKind(Exception, metaclass=Odd):
+    """As of a mock."""
+
+
+class Unprintable(str):
+    __slots__ = ()
+    __format__ = refuse
+
+
+class Stubborn(Exception):
+    def __str__(self) -> str:
+        return Unprintable("x")
+
+
+class Bare(NotStorable):
+    def __init__(self) -> None:
+        """Without that of its base."""
+
+
+STRANGE: dict[str, Callable[[], Exception]] = {
+    "OfOddKind": OfOddKind,
+    "Stubborn": Stubborn,
+    "Bare": Bare,
+    "Classless": type("Classless", (Exception,), {"__class__": property(refuse)}),
+    "Causeless": type("Causeless", (Exception,), {"__cause__": property(refuse)}),
+    "Traceless": type("Traceless", (Exception,), {"__traceback__": property(refuse)}),
+    "Partless": lambda: type("Partless", (ExceptionGroup,), {"exceptions": property(refuse)})(
+        "x", [OSError()]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_an_exception_that_cannot_be_described_fails_its_attempt_and_no_worker(name: str) -> None:
+    """Whatever its class makes of what it is asked."""
+    raised = STRANGE[name]()
+    report = report_of(with_stop(None), None, raised)
+    assert isinstance(report, Finish)
+    assert (report.outcome, report.retryable) == ("failed", True)
+    assert (report.error or "").startswith(name)
+    assert not is_of_memory(raised)
+
+
+def test_memory_that_does_not_suffice_for_the_error_fails_the_attempt_and_no_worker() -> None:
+    def no_memory(_: Exception) -> Any:
+        raise MemoryError
+
+    huge = type("Huge", (Exception,), {"__class__": property(no_memory)})
+    report = _judged(with_stop(None), True, None, huge())
+    assert report == Finish("failed", error="Huge: the error could not be described")
+
+
+def test_an_error_is_told_also_when_its_source_cannot_be_read() -> None:
+    class Loader:
+        get_source = refuse
+
+    code = compile("def fail():\n    raise KeyError('x')", "/nowhere/app.zip/gone.py", "exec")
+    module: dict[str, Any] = {"__name__": "gone", "__loader__": Loader()}
+    exec(code, module)  # noqa: S102 -- what is imported from an archive
+    with pytest.raises(KeyError) as caught:
+        module["fail"]()
+    assert describe(caught.value) == "KeyError: 'x'"
 
 
 def test_a_release_that_finds_the_row_locked_is_repeated(
