@@ -296,6 +296,8 @@ def _connect(config: Config, daemon: str) -> db.Connection:
                 f"the database refuses the connection: {reason} ({first_line(exc)})", exc.sqlstate
             ) from exc
         raise from_database(exc) from exc
+    except OSError as exc:  # no descriptors left
+        raise DatabaseUnavailable(str(exc)) from exc
 
 
 # -- the loop
@@ -454,6 +456,9 @@ class _Loop:
                 if self.stop.immediate:
                     return
                 self._lost(from_database(exc), passing=db.is_transient(exc))
+            except OSError as exc:
+                # No descriptors left, for a moment.
+                self._lost(DatabaseUnavailable(str(exc)), passing=True)
             except (DatabaseError, SchemaError, MissingPrivilege) as exc:
                 # From connecting and its checks. Once started, a daemon outlasts even these: a failover, a
                 # restore or a rotated password may look like them for a while.

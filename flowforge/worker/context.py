@@ -284,8 +284,8 @@ class Context:
                     connect_timeout=self._config.connect_timeout,
                     prepared_statements=self._config.prepared_statements,
                 )
-            except psycopg.Error as exc:
-                if not db.is_transient(exc):
+            except (psycopg.Error, OSError) as exc:  # OSError: there are no descriptors left
+                if isinstance(exc, psycopg.Error) and not db.is_transient(exc):
                     raise
                 if time.monotonic() > give_up:
                     execution.lost_by = exc

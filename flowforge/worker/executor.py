@@ -92,7 +92,9 @@ class Executor:
         self._queue: queue.SimpleQueue[tuple[Execution, Handler] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._in_threads = 0
+        self._is_async = any(is_async for _, is_async in self._handlers.values())
         self._loop: HandlerLoop | None = None  # for what comes next
+        self._no_loop = ""  # why there can be none
         self._loops: dict[HandlerLoop, threading.Thread] = {}  # with those set aside that have not ended
         self._blocked: dict[HandlerLoop, str] = {}  # of these, with what runs there
         self._watch: threading.Thread | None = None
@@ -107,7 +109,12 @@ class Executor:
 
     def reserve(self, most: int, timeout: float) -> int:
         """Reserve up to `most` free slots; waits up to `timeout` seconds for the first. Returns how many,
-        possibly 0."""
+        possibly 0; also when there can be no event loop for async handlers."""
+        with self._changed:
+            ready = self._loop is not None or not self._is_async or self._renew_loop()
+        if not ready:
+            time.sleep(timeout)
+            return 0
         return self._slots.reserve(most, timeout)
 
     def give_back(self, slots: int) -> None:
@@ -153,7 +160,8 @@ class Executor:
             while len(self._threads) < self._in_threads:
                 self._threads.append(self._thread(self._work, f"flowforge-handler-{len(self._threads)}"))
             if coroutines:
-                self._submit(coroutines)
+                assert self._loop is not None  # noqa: S101 -- since slots were reserved
+                self._loop.submit(coroutines)
             if self._watch is None:
                 self._watch = self._thread(self._keep_time, "flowforge-time-limits")
         for each in threaded:
@@ -234,12 +242,19 @@ class Executor:
             self._on_broken(str(exc))
         self._ended(execution, lambda: report, in_thread=True)
 
-    def _submit(self, coroutines: Iterable[tuple[Execution, Handler]]) -> None:
-        """On the present event loop; the caller holds the lock, and so nobody sets it aside meanwhile."""
-        if (loop := self._loop) is None:
-            loop = self._loop = HandlerLoop(self._run_coroutine, self._slots.pool)
-            self._loops[loop] = self._thread(lambda: self._run_loop(loop), "flowforge-handlers")
-        loop.submit(coroutines)
+    def _renew_loop(self) -> bool:
+        """Make an event loop for what comes next; the caller holds the lock. False when there can be none at
+        present, for want of descriptors: then all stays as it is."""
+        try:
+            loop = HandlerLoop(self._run_coroutine, self._slots.pool)
+        except OSError as exc:
+            if not self._no_loop:
+                _log.warning("no event loop can be made; trying again", error=str(exc))
+            self._no_loop = f"no event loop can be made: {exc}"
+            return False
+        self._loop, self._no_loop = loop, ""
+        self._loops[loop] = self._thread(lambda: self._run_loop(loop), "flowforge-handlers")
+        return True
 
     def _run_loop(self, loop: HandlerLoop) -> None:
         try:
@@ -363,11 +378,12 @@ class Executor:
 
     @property
     def blocked(self) -> str:
-        """The handlers on event loops that do not run, those whose threads keep every slot, and why no
-        process can be started, or nothing."""
+        """The handlers on event loops that do not run, those whose threads keep every slot, and why no event
+        loop can be made or process be started, or nothing."""
         children = self._children.problem if self._children is not None else ""
         with self._changed:
-            return "; ".join(filter(None, [*self._blocked.values(), self._slots.taken, children]))
+            reasons = [*self._blocked.values(), self._slots.taken, self._no_loop, children]
+        return "; ".join(filter(None, reasons))
 
     def _loop_of(self, execution: Execution) -> HandlerLoop | None:
         with self._changed:
@@ -396,10 +412,8 @@ class Executor:
     def _set_aside(self, loop: HandlerLoop) -> None:
         """What has not begun there begins on a fresh loop, and so does what comes next."""
         with self._changed:
-            if self._loop is loop:
-                self._loop = None
-                if moved := loop.retire():
-                    self._submit(moved)
+            if self._loop is loop and self._renew_loop():
+                self._loop.submit(loop.retire())
 
     def _give_up(self, loop: HandlerLoop) -> None:
         """Nothing on it can be stopped: go on without all that has begun there. What nobody had told to stop

@@ -2,6 +2,7 @@
 lost."""
 
 import asyncio
+import errno
 import functools
 import os
 import socket
@@ -34,6 +35,10 @@ def an_execution(handler: str = "h", time_limit: float | None = None) -> Executi
         1, uuid.uuid4(), 1, 1, 1, "w", "t", handler, "null", "{}", "{}", None, None, 30.0, time_limit, 0.0
     )
     return Execution(claim, time.monotonic(), time.monotonic())
+
+
+def no_descriptors() -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 class Slots:
@@ -92,6 +97,49 @@ def slots(request: pytest.FixtureRequest) -> Iterator[Callable[..., Slots]]:
 
 
 # -- slots
+
+
+def test_while_there_can_be_no_event_loop_nothing_is_claimed(
+    slots: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment without descriptors. Health says so."""
+
+    async def coroutine(_ctx: Any) -> str:
+        return "done"
+
+    bench = slots(coroutine=coroutine)
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", no_descriptors)
+        assert bench.executor.reserve(1, timeout=0) == 0
+        assert bench.executor.blocked == "no event loop can be made: [Errno 24] Too many open files"
+    assert bench.run("coroutine") == Finish("succeeded", output='"done"')
+    assert (bench.executor.blocked, bench.broken) == ("", [])
+
+
+def test_a_blocked_loop_is_set_aside_once_there_can_be_another(
+    slots: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+
+    async def blocks(_ctx: Any) -> None:
+        gate.arrive()
+        while not gate.is_open():
+            time.sleep(0.01)
+
+    async def fine(_ctx: Any) -> str:
+        return "done"
+
+    bench = slots(blocks=blocks, fine=fine)
+    blocked = bench.start("blocks")
+    gate.await_arrivals()
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", no_descriptors)
+        wait_until(lambda: "no event loop" in bench.executor.blocked, "the lack of another loop")
+        waiting = bench.start("fine")
+    assert bench.report(waiting) == Finish("succeeded", output='"done"')
+    gate.open()
+    bench.report(blocked)
+    assert bench.broken == []
 
 
 def test_sync_and_async_handlers_share_the_slots(slots: Callable[..., Slots]) -> None:

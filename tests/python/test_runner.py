@@ -1,6 +1,7 @@
 """The loop of every daemon: it wakes, outlasts what passes, ends with one line where nothing heals, stops."""
 
 import contextvars
+import errno
 import io
 import json
 import logging
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psycopg
 import pytest
@@ -216,6 +217,39 @@ def test_an_unforeseen_error_of_the_database_is_outlasted_and_shown(config: Conf
         wait_until(lambda: probe.ticks >= 3, "the tick after the error")
     assert "error division by zero" in states
     assert running.code == runner.EXIT_OK
+
+
+def test_a_moment_without_descriptors_is_outlasted_and_shown(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While connecting, on a new connection, and in the guard of every tick."""
+    full = "[Errno 24] Too many open files"
+    lacking = [(psycopg, "connect"), (database, "Cutoff"), (database, "guard")]
+
+    def lacks(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def fail(*_: Any, **__: Any) -> Any:
+            monkeypatch.setattr(where, name, real)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(where, name, fail)
+
+    running = Running(Probe(), config)
+    seen: list[str] = []
+    report = running.health.report
+
+    def spy(state: str, detail: str = "") -> bool:
+        seen.append(f"{state}: {detail}")
+        if lacking and state == "no database":
+            lacks(*lacking.pop(0))
+        return report(state, detail)
+
+    running.health.report = spy  # type: ignore[method-assign]
+    lacks(*lacking.pop(0))
+    with running:
+        wait_until(lambda: seen[-1:] == ["ok: "], "a tick")
+    assert (running.code, seen.count(f"no database: {full}")) == (runner.EXIT_OK, 3)
 
 
 def start_fails(config: Config, written: Callable[[], list[dict[str, object]]]) -> tuple[int, str]:
