@@ -31,7 +31,8 @@ from flowforge.worker.execution import Execution, Report, StopReason, judge, uns
 _log = log.of("worker")
 
 START_LIMIT = 60.0
-"""Seconds that a process may take until it is ready to run handlers."""
+"""Seconds that a task run is kept waiting for a process to be ready to run handlers. It is then given back,
+and the process goes on starting for the next: on a busy machine all that start at once take their time."""
 
 START_AGAIN = 1.0
 """Seconds until the next try when there can be no more processes."""
@@ -48,6 +49,10 @@ class NotStarted(FlowForgeError):
     """A process for handlers cannot be started, or is of no use."""
 
 
+class NotReady(Exception):
+    """A process is still starting."""
+
+
 class Died(Exception):
     """A process has died of the handler it ran; says how."""
 
@@ -60,7 +65,6 @@ class Process:
         """Raises OSError when it cannot be started."""
         self.tasks = 0
         self._ready = False
-        self._started = time.monotonic()
         self._waker = Waker()
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -75,8 +79,8 @@ class Process:
             self._connection.send(setup)
 
     def run(self, execution: Execution, renew_soon: Callable[[Execution], None]) -> child.Ended | None:
-        """Run the handler of `execution`; None when it was told to stop before. Raises Died; NotStarted, or
-        OSError when that may pass."""
+        """Run the handler of `execution`; None when it was told to stop before. Raises Died; NotReady;
+        NotStarted, or OSError when that may pass."""
         self._waker.clear()
         execution.runs_in(self)
         if not self._get_ready(execution):
@@ -107,6 +111,7 @@ class Process:
     def _get_ready(self, execution: Execution) -> bool:
         """Wait until it can run handlers, or `execution` is told to stop: it goes on starting, for the
         next."""
+        until = time.monotonic() + START_LIMIT
         try:
             while not self._ready and execution.stop_reason is None:
                 for message in self._messages():
@@ -114,10 +119,8 @@ class Process:
                         self.close()
                         raise NotStarted(f"a process for handlers cannot run them: {message.problem}")
                     self._ready = True
-                if not self._ready and time.monotonic() > self._started + START_LIMIT:
-                    self.kill()
-                    self.close()
-                    raise NotStarted(f"a process for handlers was not ready after {START_LIMIT:g} s")
+                if not self._ready and time.monotonic() > until:
+                    raise NotReady
         except (EOFError, OSError):
             how = self.close()
             if self._process.returncode in (child.EXIT_FOR_NOW, -signal.SIGKILL):
@@ -190,9 +193,16 @@ class Children:
 
     def run(self, execution: Execution) -> Report:
         """Run the handler of `execution` to its end. Raises NotStarted when no process can."""
+        ended = None
         try:
             process = self._take()
-            ended = process.run(execution, self._renew_soon)
+            try:
+                ended = process.run(execution, self._renew_soon)
+                if ended is not None:
+                    self.problem = ""
+            except NotReady:
+                self.problem = f"a process for handlers is not ready after {START_LIMIT:g} s"
+                _log.warning("a process for handlers is slow to start; giving the task run back")
         except Died as death:
             execution.broken_off = f"the handler's process died: {death}"
             return judge(execution, None, None)
@@ -203,7 +213,6 @@ class Children:
             _log.warning("no process for handlers can be started; trying again", error=str(error))
             time.sleep(START_AGAIN)
             return unstarted(execution)
-        self.problem = ""
         report = unstarted(execution) if ended is None else _report(execution, ended)
         self._give_back(process, execution, spent=ended is not None and ended.spent)
         return report
