@@ -25,7 +25,14 @@ from psycopg import conninfo
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps
 
-from flowforge.errors import ConfigError, NotStorable, is_transient, refusal
+from flowforge.errors import ConfigError, NotStorable, first_line, is_transient, refusal
+
+# What libpq, psycopg or the server say of values in the connection string.
+_UNUSABLE = re.compile(
+    r'invalid "?\w[\w ]*"? value\b|invalid (value for parameter|port number|SSL protocol version)|'
+    r"weak sslmode|bad value for connect_timeout|require_auth method|could not parse network address|"
+    r"unrecognized configuration parameter|unsupported startup parameter"
+)
 
 # Whatever it has to say arrives as an exception.
 logging.getLogger("psycopg").setLevel(logging.CRITICAL)
@@ -73,8 +80,8 @@ def connect(
     `prepared_statements` off is for poolers in transaction mode. Parameters of `dsn` win over the keepalives
     and time-outs set here. Values of psycopg's Json and Jsonb are written by `json_text`.
 
-    Raises ConfigError when `dsn` is empty or cannot be read without doubt, psycopg.Error when the connection
-    fails. Neither shows a password.
+    Raises ConfigError when `dsn` is empty, cannot be read without doubt, or holds a value that nothing can be
+    done with; psycopg.Error when the connection fails. Neither shows a password.
     """
     given = _parsed(dsn)
     settings: dict[str, Any] = {**_DEFAULTS, "application_name": application_name, **given}
@@ -90,7 +97,12 @@ def connect(
             prepare_threshold=5 if prepared_statements else None,
         )
     except psycopg.Error as exc:
-        if (shown := _masked(str(exc), given)) != str(exc):
+        shown = _masked(str(exc), given)
+        if exc.sqlstate is None and _UNUSABLE.search(shown):
+            raise ConfigError(
+                f"the database's connection string cannot be used: {first_line(shown)}"
+            ) from None
+        if shown != str(exc):
             raise type(exc)(shown) from None
         raise
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED

@@ -93,6 +93,24 @@ def test_a_string_that_is_read_otherwise_than_meant_is_refused_with_how_to_escap
     assert "S3C" not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["sslmode=bogus", "ssl_min_protocol_version=bogus", "connect_timeout=abc", "keepalives=abc",
+     "port=99999999", "target_session_attrs=bogus", "require_auth=md5,!md5", "hostaddr=bogus",
+     "sslmode=require sslrootcert=system"],
+)  # fmt: skip
+def test_a_value_that_nothing_can_be_done_with_is_a_mistake_and_no_outage(value: str) -> None:
+    """Else a daemon would wait for ever for a database."""
+    with pytest.raises(ConfigError, match="the database's connection string cannot be used: "):
+        database.connect(f"host=127.0.0.1 port=1 {value}", application_name="test")
+
+
+@pytest.mark.parametrize("value", ["-c bogus=1", "-c work_mem=bogus"])
+def test_a_parameter_that_the_server_refuses_is_a_mistake_too(db: Database, value: str) -> None:
+    with pytest.raises(ConfigError, match="the database's connection string cannot be used: "):
+        database.connect(f"{db.dsn} options='{value}'", application_name="test")
+
+
 def test_what_a_connection_string_may_hold_is_not_refused(db: Database) -> None:
     nowhere = [
         f"postgresql://u:p%40ss@127.0.0.1:{free_port()}/db",
