@@ -78,7 +78,8 @@ def connect(
 
     `read_write` skips servers that are read-only at present (standbys, a server being failed over).
     `prepared_statements` off is for poolers in transaction mode. Parameters of `dsn` win over the keepalives
-    and time-outs set here. Values of psycopg's Json and Jsonb are written by `json_text`.
+    and time-outs set here. Values of psycopg's Json and Jsonb are written by `json_text`, and times and
+    intervals can be read, however the server is set to write them.
 
     Raises ConfigError when `dsn` is empty, cannot be read without doubt, or holds a value that nothing can be
     done with; psycopg.Error when the connection fails. Neither shows a password.
@@ -105,9 +106,28 @@ def connect(
         if shown != str(exc):
             raise type(exc)(shown) from None
         raise
+    _read_times(connection)
     connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     set_json_dumps(json_text, connection)
     return connection
+
+
+_STYLES_LIMIT = 10.0  # seconds
+
+
+def _read_times(connection: Connection) -> None:
+    """psycopg reads times and intervals in these styles only. Where the server, the database or the login has
+    others, the session is given them: poolers know them as settings of their clients, and daemons, which read
+    seconds, do without."""
+    told = connection.info.parameter_status
+    if (told("DateStyle") or "").startswith("ISO") and told("IntervalStyle") == "postgres":
+        return
+    try:
+        with guard(connection, _STYLES_LIMIT):
+            connection.execute("set datestyle = iso; set intervalstyle = postgres", prepare=False)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _parsed(dsn: str) -> dict[str, Any]:

@@ -138,9 +138,11 @@ class Scheduler(Daemon):
         self._declare(conn, asleep=True)
         waits = [self._config.poll_interval * random.uniform(0.8, 1.0)]  # noqa: S311 -- jitter, not a secret
         waits += [duty.due - time.monotonic() for duty in self._duties if duty.every or duty.failures]
-        due = db.call(conn, "select flowforge.next_due()", lock_timeout=self._config.lock_timeout)[0][0]
+        # In seconds: how the server writes intervals is a setting that psycopg may not be able to read.
+        query = "select extract(epoch from flowforge.next_due())::float8"
+        due = db.call(conn, query, lock_timeout=self._config.lock_timeout)[0][0]
         if due is not None:
-            waits.append(due.total_seconds())
+            waits.append(due)
         return max(min(waits), _SHORTEST)
 
     def _perform(self, conn: db.Connection, duty: _Duty) -> int:

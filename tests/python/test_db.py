@@ -27,6 +27,7 @@ from flowforge.errors import (
 )
 from flowforge.listen import Listener, Waker
 from tests.python.proxy import Proxy
+from tests.python.shell import Shell
 from tests.python.workbench import LossyProxy
 from tests.services.database import Database
 from tests.services.process import free_port, wait_until
@@ -57,6 +58,29 @@ def test_a_connection_is_autocommit_and_watched(db: Database) -> None:
     with database.connect(f"{db.dsn} keepalives_idle=3 application_name=mine", application_name="x") as conn:
         assert conn.info.get_parameters()["keepalives_idle"] == "3"
         assert conn.info.get_parameters()["application_name"] == "mine"
+
+
+def with_other_styles(db: Database) -> None:
+    """As a server, a database or a login may be set."""
+    with db.connect() as conn:
+        for setting in ("intervalstyle = 'sql_standard'", "datestyle = 'SQL, DMY'"):
+            conn.execute(f"alter database {db.name} set {setting}".encode())
+
+
+def test_times_and_intervals_are_read_whatever_the_style_of_the_database(db: Database) -> None:
+    with_other_styles(db)
+    shell = Shell(db.dsn)
+    with db.connect() as conn:
+        conn.execute("""select flowforge.define_workflow('{"name": "w", "tasks": [{"name": "t"}]}')""")
+    with database.connect(db.dsn, application_name="test") as conn:
+        query = "select now(), interval '-1 day 2 hours', timestamptz '2025-01-31 00:00Z'"
+        row = conn.execute(query.encode()).fetchone()
+        assert row is not None
+        assert row[1:] == (datetime.timedelta(hours=-22), datetime.datetime(2025, 1, 31, tzinfo=datetime.UTC))
+    run = shell("trigger", "w").stdout.strip()
+    assert shell.document("runs")["run_id"] == int(run)
+    shell("runs")
+    shell("show", run)
 
 
 def test_a_string_that_is_none_is_refused_without_quoting_it() -> None:

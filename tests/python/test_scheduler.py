@@ -124,6 +124,18 @@ def test_sleep_ends_when_a_delayed_task_is_due(config: Config, flow: Callable[..
         one.work_until(run)
 
 
+def test_it_reads_what_is_due_in_any_style_of_intervals(config: Config, flow: Callable[..., Flow]) -> None:
+    """Behind a pooler, whose server's settings may be others than those that were told of at first."""
+    flow().trigger(delay="1 hour")
+    scheduler = Scheduler(config)
+    with database.connect(config.database_url, application_name="test") as conn:
+        while scheduler.tick(conn):
+            pass
+        conn.execute("set intervalstyle = 'sql_standard'")
+        scheduler._asleep = True
+        assert 0 < scheduler.pause(conn) <= config.poll_interval
+
+
 def test_an_expired_lease_is_reaped(config: Config, flow: Callable[..., Flow]) -> None:
     one = flow()
     with Running(Scheduler(config.replace(reap_interval=0.1)), config):
