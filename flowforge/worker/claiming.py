@@ -148,7 +148,7 @@ class Claimer(ABC):
             try:
                 return answers(self.session.call(query, arguments, limit=limit)), Sent(first or last, last)
             except Unanswered as exc:
-                unanswered = exc
+                reason = str(exc)
                 if exc.sent and first is None:
                     first = last
                 too_much += exc.too_much
@@ -161,15 +161,15 @@ class Claimer(ABC):
                     raise
                 # Only this repeat was refused. What it repeats may be under way in the database to this
                 # moment, and its claims would be nobody's if they were not asked for again.
-                unanswered = Unanswered(first_line(exc), sent=True)
+                reason = first_line(exc)
                 self.session.stuck(exc)
                 _log.warning(
                     "repeat of a claim refused, whose outcome is not known; trying again",
-                    error=first_line(exc),
+                    error=reason,
                 )
             self._step_aside()
             if self._given_up.wait(self.session.pause()):
-                raise unanswered
+                raise Unanswered(reason, sent=first is not None)
 
     def _execute(self, claims: Sequence[Claim], sent: Sent) -> None:
         """Run what was won, each in a slot reserved for it."""
