@@ -68,8 +68,7 @@ class Finisher:
         self._session, self._keeper, self._counts, self._on_crash = session, keeper, counts, on_crash
         self._queue: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
         self._held_over: _Ended | None = None
-        self._later: list[_Ended] = []  # to be sent again, and not before
-        self._later_at = 0.0
+        self._later: list[tuple[float, _Ended]] = []  # to be sent again, and when
         self._closing = False
         self._given_up = threading.Event()
         self._answered = threading.Condition()
@@ -136,9 +135,10 @@ class Finisher:
         batch: list[_Ended] = []
         while not batch and not self._given_up.is_set() and not (self._closing and self._is_empty()):
             batch = self._take_arrived()
-            if self._later and time.monotonic() >= self._later_at:
-                batch += self._later[:_MOST_LATER]
-                del self._later[:_MOST_LATER]
+            now = time.monotonic()
+            due = [each for each in self._later if each[0] <= now][:_MOST_LATER]
+            self._later = [each for each in self._later if each not in due]
+            batch += [each for _, each in due]
         return batch
 
     def _is_empty(self) -> bool:
@@ -165,7 +165,7 @@ class Finisher:
     def _patience(self, batch: Sequence[_Ended]) -> float | None:
         """Seconds to wait for another report; None: until there is one."""
         if self._later and not batch:
-            return max(0.0, self._later_at - time.monotonic())
+            return max(0.0, min(at for at, _ in self._later) - time.monotonic())
         return 0.0 if batch or self._closing else None
 
     def _send(self, batch: Sequence[_Ended]) -> None:
@@ -187,8 +187,7 @@ class Finisher:
                     return
             except psycopg.Error as exc:
                 if len(batch) > 1:
-                    for each in batch:
-                        self._send([each._replace(alone=True)])
+                    self._put_off(each._replace(alone=True) for each in batch)
                 else:
                     self._refused(batch[0], exc)
                 return
@@ -216,12 +215,12 @@ class Finisher:
         """Send it later, alone. The lease is renewed meanwhile."""
         self._session.stuck(exc)
         _log.warning("report refused; trying again", error=first_line(exc), **_keys(each.execution))
-        self._put_off([each._replace(alone=True)])
+        self._put_off([each._replace(alone=True)], min(self._session.pause(), 1.0))
 
-    def _put_off(self, batch: Iterable[_Ended]) -> None:
-        """Others go first, for a moment at least."""
-        self._later += batch
-        self._later_at = time.monotonic() + min(self._session.pause(), 1.0)
+    def _put_off(self, batch: Iterable[_Ended], seconds: float = 0.0) -> None:
+        """What has come since goes first, and whatever comes for so long."""
+        at = time.monotonic() + seconds
+        self._later += [(at, each) for each in batch]
 
     def _release(self, each: _Ended, reason: str) -> None:
         claim = each.execution.claim
