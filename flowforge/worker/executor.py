@@ -246,7 +246,7 @@ class Executor:
         """Make an event loop for what comes next; the caller holds the lock. False when there can be none at
         present, for want of descriptors: then all stays as it is."""
         try:
-            loop = HandlerLoop(self._run_coroutine, self._slots.pool)
+            loop = HandlerLoop(self._run_coroutine, self._unstarted, self._slots.pool)
         except OSError as exc:
             if not self._no_loop:
                 _log.warning("no event loop can be made; trying again", error=str(exc))
@@ -280,6 +280,10 @@ class Executor:
         self._ended(execution, lambda: _judged(execution, begun, returned, raised), in_thread=False)
         returned = raised = None  # as in a thread
         loop.left(execution)
+
+    def _unstarted(self, execution: Execution) -> None:
+        """It was taken back from its event loop before it began."""
+        self._ended(execution, lambda: unstarted(execution), in_thread=False)
 
     def _ended(self, execution: Execution, made: Callable[[], Report], *, in_thread: bool) -> None:
         """One report, and the slot free again. Raises nothing: neither a thread nor the loop could go on."""
@@ -350,7 +354,7 @@ class Executor:
         """Go on without the handler: unstarted when it has not begun, else with its slot lost."""
         loop = self._loop_of(execution)
         if loop is not None and loop.withdraw(execution):
-            self._ended(execution, lambda: unstarted(execution), in_thread=False)
+            self._unstarted(execution)
         elif execution.kill():
             _log.warning(
                 "handler does not stop; its process is killed",

@@ -26,12 +26,15 @@ Start = Callable[["HandlerLoop", Execution, Any], Coroutine[Any, Any, None]]
 class HandlerLoop:
     """An event loop, to be `run` by a thread of its own. Everything but `run` is for any thread."""
 
-    def __init__(self, start: Start, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, start: Start, unstarted: Callable[[Execution], None], pool: ThreadPoolExecutor
+    ) -> None:
         """`start(loop, execution, handler)` makes the coroutine of one execution, which calls `begin` first
-        and `left` last; `pool` runs what handlers hand to threads."""
+        and `left` last; `unstarted` is told of one whose coroutine was cancelled before; `pool` runs what
+        handlers hand to threads."""
         self.missed = 0
         """How many times in a row it was asked in vain."""
-        self._start = start
+        self._start, self._unstarted = start, unstarted
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(pool)
         self._lock = threading.Lock()  # of these two
@@ -162,4 +165,11 @@ class HandlerLoop:
             # The loop itself keeps only weak references to tasks.
             task = self._loop.create_task(self._start(self, execution, handler))
             self._tasks[task] = execution
-            task.add_done_callback(lambda done: self._tasks.pop(done, None))
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        execution = self._tasks.pop(task)
+        # Another handler may cancel whatever the loop has, and a task cancelled before its first step takes
+        # none.
+        if self.withdraw(execution):
+            self._unstarted(execution)

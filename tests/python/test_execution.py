@@ -647,6 +647,25 @@ def test_what_has_not_begun_on_a_blocked_loop_can_be_given_back(
     wait_until(lambda: bench.free() == 2, "the slots, back")
 
 
+def test_what_another_handler_cancels_before_its_first_step_is_given_back(
+    slots: Callable[..., Slots],
+) -> None:
+    """A task that is cancelled then takes no step at all, so that nothing in it could report."""
+
+    async def greedy(_ctx: Any) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    bench = slots(3, greedy=greedy)
+    assert bench.executor.reserve(3, timeout=10) == 3
+    first, *others = [an_execution("greedy") for _ in range(3)]
+    bench.executor.start([first, *others])
+    assert bench.report(first) == Finish("succeeded")
+    assert [bench.report(each) for each in others] == [Release("unstarted")] * 2
+    wait_until(lambda: bench.free() == 3, "free slots")
+    assert bench.executor.running == []
+
+
 # -- a handler's connection that is lost before it is cut
 
 
