@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,8 @@ def run(
     `server` is started if it is not running, and stopped at the end if it was started here; without it the
     database of `config` is used. `workflows` are registered (without any there is no worker, which would only
     take work from those who have handlers), and `ready` is called once every daemon works.
-    Without `stop` the signals of the process ask for it (main thread only).
+    Without `stop` the signals of the process ask for it (main thread only), and interrupt whatever is waited
+    for before the daemons run; a request that another thread makes meanwhile counts from then on.
 
     Raises FlowForgeError when the database cannot be started, reached or migrated, or a definition is
     refused.
@@ -91,17 +92,41 @@ def run(
     handlers = handlers_of(workflows)
     for workflow in workflows:
         workflow.spec()  # what can be told to be wrong before anything is started
-    with contextlib.ExitStack() as cleanup:
-        if server is not None:
-            if not server.alive:
-                cleanup.enter_context(server)
-            config = config.replace(database_url=server.dsn)
-        migrate(config.database_url)
-        with Client(config.database_url) as client:
-            defined = tuple(client.define(workflow) for workflow in workflows)
-        up = Up(config.database_url, server.directory if server else None, defined)
-        parts = _parts(config, handlers, sources, stop)
-        return _run_parts(parts, config, server, stop, lambda: ready(up))
+    try:
+        with contextlib.ExitStack() as cleanup:
+            with _interrupted_by(stop):
+                if server is not None:
+                    if not server.alive:
+                        cleanup.enter_context(server)
+                    config = config.replace(database_url=server.dsn)
+                migrate(config.database_url)
+                with Client(config.database_url) as client:
+                    defined = tuple(client.define(workflow) for workflow in workflows)
+            up = Up(config.database_url, server.directory if server else None, defined)
+            parts = _parts(config, handlers, sources, stop)
+            return _run_parts(parts, config, server, stop, lambda: ready(up))
+    except KeyboardInterrupt:
+        if not stop.requested:
+            raise
+        return runner.EXIT_FORCED if stop.immediate else runner.EXIT_OK
+
+
+@contextlib.contextmanager
+def _interrupted_by(stop: runner.Stop) -> Iterator[None]:
+    """Within the block a request that is made in this thread, as by a signal, raises KeyboardInterrupt: there
+    is nothing yet that would have to end in order, and much that may take long."""
+    thread = threading.get_ident()
+    within = True
+
+    def interrupt() -> None:
+        if within and threading.get_ident() == thread:
+            raise KeyboardInterrupt
+
+    try:
+        stop.on_request(interrupt)
+        yield
+    finally:
+        within = False
 
 
 def _parts(

@@ -22,6 +22,7 @@ from flowforge import Client, Context, Workflow, exits, runner, up
 from flowforge.config import Config
 from flowforge.embedded import EmbeddedPostgres, running_dsn
 from flowforge.errors import ConfigError, InvalidDefinition
+from flowforge.migrate import _LOCK
 from tests.python.running import running
 from tests.services.database import Database
 from tests.services.process import kill_tree, wait_for_end, wait_until
@@ -288,6 +289,37 @@ def test_an_error_of_ready_stops_the_daemons_before_the_server(project: Path) ->
     with pytest.raises(BrokenPipeError):
         up.run(Config(), [flow], server=Watched(project / "data"), ready=ready, stop=runner.Stop())
     assert left == [set()]
+
+
+def test_a_signal_interrupts_the_start(db: Database) -> None:
+    """As long as another migration of the database lasts, that waits for it."""
+    ended, in_time = threading.Event(), list[bool]()
+
+    def ask() -> None:
+        query = """
+            select from pg_locks l join pg_database d on d.oid = l.database
+            where datname = current_database() and locktype = 'advisory' and not granted
+        """
+        wait_until(lambda: connection.execute(query).rowcount > 0, "the wait")
+        os.kill(os.getpid(), signal.SIGTERM)
+        in_time.append(ended.wait(20))
+        connection.execute("select pg_advisory_unlock_all()")
+
+    with db.connect() as connection:
+        connection.execute("select pg_advisory_lock(%s)", [_LOCK])
+        other = threading.Thread(target=ask)
+        other.start()
+        assert up.run(Config(database_url=db.dsn), [flow]) == runner.EXIT_OK
+        ended.set()
+        other.join()
+    assert in_time == [True]
+
+
+def test_a_request_before_the_start_starts_nothing(project: Path) -> None:
+    stop = runner.Stop()
+    stop.request()
+    assert up.run(Config(), [flow], server=EmbeddedPostgres(project / "data"), stop=stop) == runner.EXIT_OK
+    assert not (project / "data").exists()
 
 
 def test_what_cannot_start_says_so(db: Database) -> None:
