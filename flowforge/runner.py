@@ -256,19 +256,21 @@ def check_start(conn: db.Connection, functions: Iterable[str], role: str) -> Non
     check_schema(conn)
 
 
-def connect(config: Config, daemon: str, stop: Stop | None = None) -> db.Connection:
-    """A connection of `daemon` as the configuration says; errors of this project's own tree. With `stop` the
-    attempt, which may take the connection time-out for each host, is given up when that is requested.
+CHECK_LIMIT = 60.0
+"""Seconds after which a check that got no answer is given up with its connection."""
+
+
+def connect(config: Config, daemon: str, stop: Stop, functions: Iterable[str], role: str) -> db.Connection:
+    """A connection of `daemon` as the configuration says, checked as by `check_start`. The attempt, which may
+    take the connection time-out for each host, is given up when `stop` is requested.
 
     Raises DatabaseUnavailable when a later try may succeed, DatabaseError when this login is refused for
-    good."""
-    if stop is None:
-        return _connect(config, daemon)
+    good; SchemaError, MissingPrivilege or psycopg.Error from the check."""
     attempt: Future[db.Connection] = Future()
 
     def main() -> None:
         try:
-            attempt.set_result(_connect(config, daemon))
+            attempt.set_result(_checked(_connect(config, daemon), functions, role))
         except Exception as exc:  # noqa: BLE001 -- raised where it is waited for
             attempt.set_exception(exc)
 
@@ -279,6 +281,16 @@ def connect(config: Config, daemon: str, stop: Stop | None = None) -> db.Connect
             return attempt.result(0.1)
     attempt.add_done_callback(lambda done: None if done.exception() else done.result().close())
     raise DatabaseUnavailable("told to stop while connecting")
+
+
+def _checked(conn: db.Connection, functions: Iterable[str], role: str) -> db.Connection:
+    try:
+        with db.guard(conn, CHECK_LIMIT):
+            check_start(conn, functions, role)
+    except BaseException:
+        conn.close()
+        raise
+    return conn
 
 
 def _connect(config: Config, daemon: str) -> db.Connection:
@@ -470,11 +482,11 @@ class _Loop:
     def _connection(self) -> db.Connection:
         """The working connection, made and checked when there is none."""
         if self.conn is None:
-            self.conn = connect(self.config, self.daemon.name, self.stop)
+            self.conn = connect(
+                self.config, self.daemon.name, self.stop, self.daemon.functions, self.daemon.role
+            )
             self.cutoff = db.Cutoff(self.conn)
-            with db.guard(self.conn, self.daemon.tick_limit):
-                check_start(self.conn, self.daemon.functions, self.daemon.role)
-                self.daemon.on_connect()
+            self.daemon.on_connect()
             if self.listener is None and self.daemon.channels:
                 self.listener = Listener(
                     self.config.database_url,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from flowforge.config import Config
     from flowforge.definition import Workflow
 
-_PATIENCE = 3  # seconds for the connection: the worker itself waits longer
+_PATIENCE = 3  # seconds for the connection, and for the answer: the worker itself waits longer
 _NAMES = 5  # tasks that are named
 
 # The current version of each workflow, and those of its tasks that would be given to this worker in vain.
@@ -33,13 +33,17 @@ def warn_of_unregistered(config: Config, workflows: Sequence[Workflow]) -> None:
     handlers = [handler for workflow in workflows for handler in workflow.handlers]
     names = [workflow.name for workflow in workflows]
     try:
-        with db.connect(
-            config.database_url,
-            application_name="flowforge worker",
-            connect_timeout=min(config.connect_timeout, _PATIENCE),
-            prepared_statements=config.prepared_statements,
-        ) as connection:
-            found = connection.execute(_LOOK, [list(config.queues), handlers, _NAMES, names]).fetchall()
+        with (
+            db.connect(
+                config.database_url,
+                application_name="flowforge worker",
+                connect_timeout=min(config.connect_timeout, _PATIENCE),
+                prepared_statements=config.prepared_statements,
+            ) as connection,
+            db.guard(connection, _PATIENCE),
+        ):
+            values = [list(config.queues), handlers, _NAMES, names]
+            found = db.call(connection, _LOOK, values, lock_timeout=1.0)
     except psycopg.Error:
         return
     registered: dict[str, list[str]] = dict(found)

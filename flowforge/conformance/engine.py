@@ -61,11 +61,9 @@ class Engine:
                 "conformance stands between the worker and the broker, so that has to take amqp://"
             )
         self.desk = Desk(self.config) if config.uses_broker else None
-        self._conn = runner.connect(self.config, "conformance")
+        functions = "define_workflow", "dispatch_ready", "claim_next"
+        self._conn = runner.connect(self.config, "conformance", self._stop, functions, "flowforge_owner")
         try:
-            runner.check_start(
-                self._conn, ("define_workflow", "dispatch_ready", "claim_next"), "flowforge_owner"
-            )
             info = self._conn.info
             self._dbname = info.dbname
             self.database = DatabaseProxy(

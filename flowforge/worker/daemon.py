@@ -249,22 +249,17 @@ class Worker:
         backoff = db.Backoff()
         while not self._stop.requested:
             try:
-                conn = runner.connect(self._config, "worker", self._stop)
+                runner.connect(self._config, "worker", self._stop, FUNCTIONS, ROLE).close()
+                return
             except DatabaseUnavailable as exc:
-                if self.health.report("no database", str(exc)):
-                    _log.warning("no database; waiting for it", error=str(exc))
-                self._stop.wait(backoff.next())
-                continue
-            try:
-                with conn:
-                    runner.check_start(conn, FUNCTIONS, ROLE)
+                reason = str(exc)
             except psycopg.Error as exc:
                 if not db.is_transient(exc):
                     raise from_database(exc) from exc
-                _log.warning("the database was lost at the start; trying again", error=first_line(exc))
-                self._stop.wait(backoff.next())
-                continue
-            return
+                reason = first_line(exc)
+            if self.health.report("no database", reason):
+                _log.warning("no database; waiting for it", error=reason)
+            self._stop.wait(backoff.next())
 
     def _start(self) -> None:
         if self._messages is not None:

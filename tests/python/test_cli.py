@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -425,6 +426,28 @@ def test_a_worker_warns_of_what_is_not_registered(db: Database, capsys: pytest.C
         elsewhere = [{"name": "here"}, {"name": "gone", "queue": "elsewhere"}]
         client.define({"name": "two", "tasks": elsewhere})
         assert told(db.dsn) == ""
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        "begin; lock table flowforge.workflow_version in access exclusive mode",
+        """
+        alter view flowforge.workflow_version_status rename to real;
+        create view flowforge.workflow_version_status as
+            select r.* from (select pg_sleep(300)) s cross join flowforge.real r
+        """,
+    ],
+    ids=["locked", "silent"],
+)
+def test_a_start_does_not_wait_for_a_warning(db: Database, trouble: str) -> None:
+    config = Config(database_url=db.dsn, queues=("default",))
+    start = threading.Thread(target=warn_of_unregistered, args=(config, [flow]), daemon=True)
+    with db.connect() as other:
+        other.execute(trouble)
+        start.start()
+        start.join(30)
+        assert not start.is_alive()
 
 
 def test_publisher_without_a_broker_says_what_to_set(db: Database) -> None:

@@ -9,12 +9,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flowforge import db, runner
+from flowforge import runner
 from flowforge.config import Config
+from flowforge.db import Connection
 from flowforge.listen import Listener
 from flowforge.runner import Daemon, Stop
 from flowforge.stopping import Remembered
-from tests.python.daemons import Running
+from tests.python.daemons import TIMEOUT, Running
+from tests.python.workbench import RunningWorker, Witness
+from tests.services.database import Database
 from tests.services.process import wait_until
 
 
@@ -103,9 +106,9 @@ def silent() -> Iterator[Silent]:
 class Probe(Daemon):
     name = "probe"
     role = "flowforge_scheduler"
-    functions: ClassVar[tuple[str, ...]] = ()
+    functions: ClassVar[tuple[str, ...]] = ("dispatch_ready",)
 
-    def tick(self, conn: db.Connection) -> int:
+    def tick(self, conn: Connection) -> int:
         raise AssertionError("there is no connection")
 
 
@@ -116,6 +119,50 @@ def test_a_daemon_that_connects_stops_at_once(silent: Silent) -> None:
         running.join()
     assert running.code == runner.EXIT_OK
     assert running.health.state == "stopping"
+
+
+def test_a_start_whose_check_is_not_answered_stops_at_once(db: Database) -> None:
+    config = Config(database_url=db.dsn)
+    with db.connect() as connection:
+        connection.execute(
+            """
+            create or replace function flowforge.schema_version() returns bigint language sql
+                as 'select 9::bigint from pg_sleep(300)'
+            """
+        )
+
+        def await_check() -> None:
+            query = (
+                "select from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'"
+            )
+            wait_until(lambda: connection.execute(query).rowcount > 0, "the check")
+
+        with Running(Probe(), config) as running:
+            await_check()
+            running.stop.request()
+            running.join()
+        worker = RunningWorker((Witness().workflow,), config)
+        await_check()
+        worker.asked.request()
+        worker.wait_ended(TIMEOUT)
+    assert (running.code, worker.code) == (runner.EXIT_OK, runner.EXIT_OK)
+
+
+def test_a_start_whose_check_is_not_answered_tries_again(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "CHECK_LIMIT", 0.5)
+    with db.connect() as connection:
+        connection.execute(
+            """
+            create sequence public.checks;
+            create or replace function flowforge.schema_version() returns bigint language sql as
+                $$ select 9::bigint from pg_sleep(case nextval('public.checks') when 1 then 300 else 0 end) $$
+            """
+        )
+    worker = RunningWorker((Witness().workflow,), Config(database_url=db.dsn))
+    wait_until(lambda: worker.worker.health.state == "ok", "the start", TIMEOUT)
+    assert worker.stop() == runner.EXIT_OK
 
 
 def test_closing_a_listener_that_connects_waits_for_nothing(silent: Silent) -> None:
