@@ -60,14 +60,19 @@ CLAIM_TASK_RUNS = f"""{_COLUMNS}
     order by c."position"
 """
 
-CLAIM_NEXT = f"""{_COLUMNS}
+_NEXT = """
     from flowforge.claim_next(%s::text[], %s::text, %s::uuid, make_interval(secs => %s), %s::bigint) as c
     order by c."position"
 """
 
+CLAIM_NEXT = _COLUMNS + _NEXT
+
+WHAT_CLAIM_NEXT_HOLDS = "select c.task_run_id, c.dispatch_id" + _NEXT
+"""The same call, of whose answer only the names are taken."""
+
 
 def answers(rows: list[tuple[Any, ...]]) -> list[Answer]:
-    """The rows of one of the statements above."""
+    """The rows of a claim."""
     return [
         Answer(row[0], row[1], Claim._make(row[2:]) if row[1] == "claimed" else None)
         for row in rows

@@ -2,8 +2,9 @@
 
 One claim is under way at a time, for as many task runs as there are free slots, so that a worker never has
 two undecided deliveries of one dispatch. A call whose outcome is not known is repeated whole, with the same
-claim id and arguments, until it is answered: its claims, if it made any, are nobody else's to give back. A
-message is acknowledged when its claim was decided, won or lost, and not before.
+claim id and arguments, until it is answered: its claims, if it made any, are nobody else's to give back. One
+whose answer is too much is asked for in parts, under that claim id. A message is acknowledged when its claim
+was decided, won or lost, and not before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flowforge.config import Config
 from flowforge.errors import first_line
 from flowforge.listen import Waker, hears, readable
 from flowforge.runner import crash_point
-from flowforge.worker.claim import CLAIM_NEXT, Answer, Claim, answers
+from flowforge.worker.claim import CLAIM_NEXT, CLAIM_TASK_RUNS, WHAT_CLAIM_NEXT_HOLDS, Claim, answers
 from flowforge.worker.execution import Execution, Release
 from flowforge.worker.executor import Executor
 from flowforge.worker.finishing import Finisher
@@ -52,14 +53,17 @@ class Parts(NamedTuple):
 _MOST_TOO_MUCH = 2
 """How often a claim of several is asked for whose answer seems to be too much."""
 
-
-SINGLY_FOR = 600.0
-"""Seconds for which single ones are claimed then: if the database made such a claim after all, and it is not
-asked for again, its leases have to run out."""
+_SINGLY_FOR = 600.0  # seconds for which single ones are claimed then: what comes next may be as much
+_LONG_LIMIT = 600.0  # seconds that the database gets to say what such a claim holds
 
 
-class TooMuch(psycopg.OperationalError):
-    """The answer to a claim of several does not arrive, in time or in memory."""
+class TooMuch(Exception):
+    """The answer to a claim of several does not arrive, in time or in memory. Whether the claim was made is
+    not known; `first` as in Sent."""
+
+    def __init__(self, message: str, first: float) -> None:
+        super().__init__(message)
+        self.first = first
 
 
 class Sent(NamedTuple):
@@ -136,24 +140,33 @@ class Claimer(ABC):
             return 0
         return self.parts.executor.reserve(most, timeout)
 
-    def _claim(self, most: int, query: str, *arguments: Any) -> tuple[list[Answer], Sent]:
-        """Ask for up to `most` until answered, each time for the very same; also when that was.
+    def _claim(
+        self,
+        most: int,
+        query: str,
+        *arguments: Any,
+        first: float | None = None,
+        limit: float = CALL_LIMIT,
+    ) -> tuple[list[tuple[Any, ...]], Sent]:
+        """Ask for up to `most` until answered, each time for the very same; also when that was. `first`: some
+        may have been claimed by a call from then on; `limit` of each call in seconds.
 
         Raises psycopg.Error for a definite refusal of all that was sent, so that nothing is claimed, TooMuch
-        when fewer should be asked for, and Unanswered when told to end.
+        when it has to be asked for in parts, and Unanswered when told to end.
         """
-        first, too_much, limit = None, 0, CALL_LIMIT
+        too_much = 0
         while True:
             last = time.monotonic()
             try:
-                return answers(self.session.call(query, arguments, limit=limit)), Sent(first or last, last)
+                rows = self.session.call(query, arguments, limit=limit)
+                return rows, Sent(first or last, last)
             except Unanswered as exc:
                 reason = str(exc)
                 if exc.sent and first is None:
                     first = last
                 too_much += exc.too_much
-                if too_much == _MOST_TOO_MUCH and most > 1:
-                    raise TooMuch(str(exc)) from exc
+                if too_much == _MOST_TOO_MUCH and most > 1 and first is not None:
+                    raise TooMuch(str(exc), first) from exc
                 if exc.too_much and most == 1:
                     limit = longer(limit)
             except psycopg.Error as exc:
@@ -213,15 +226,18 @@ class QueueClaimer(Claimer):
         slots = self._reserve(self._most, timeout=1.0)
         if slots == 0:
             return
+        arguments = [list(config.queues), self.parts.worker, uuid4(), config.lease, slots]
         try:
-            found, sent = self._claim(
-                slots, CLAIM_NEXT, list(config.queues), self.parts.worker, uuid4(), config.lease, slots
-            )
+            rows, sent = self._claim(slots, CLAIM_NEXT, *arguments)
+        except TooMuch as exc:
+            self._claim_in_parts(exc, arguments, slots)
+            return
         except (psycopg.Error, Unanswered) as exc:
             self.parts.executor.give_back(slots)
             if isinstance(exc, psycopg.Error):
                 self._refused(exc, slots)
             return
+        found = answers(rows)
         if time.monotonic() >= self._singly_until:
             self._most = min(2 * self._most, config.concurrency)
         self.parts.executor.give_back(slots - len(found))
@@ -232,12 +248,27 @@ class QueueClaimer(Claimer):
         else:
             self._wait(config.poll_interval * random.uniform(0.8, 1.0))  # noqa: S311 -- jitter, not a secret
 
+    def _claim_in_parts(self, too_much: TooMuch, arguments: Sequence[Any], slots: int) -> None:
+        """Ask for the names of what the claim holds, which are little, and for the rest of each alone."""
+        _log.warning("no answer to a claim; asking in parts", error=first_line(too_much), count=slots)
+        self._most, self._singly_until = 1, time.monotonic() + _SINGLY_FOR
+        _, worker, claim_id, lease, _ = arguments
+        first = too_much.first
+        try:
+            held, _ = self._claim(1, WHAT_CLAIM_NEXT_HOLDS, *arguments, first=first, limit=_LONG_LIMIT)
+            for task_run_id, dispatch_id in held:
+                rows, sent = self._claim(
+                    1, CLAIM_TASK_RUNS, [task_run_id], [dispatch_id], worker, claim_id, lease, first=first
+                )
+                if won := [answer.claim for answer in answers(rows) if answer.claim is not None]:
+                    slots -= 1
+                    self._execute(won, sent)
+        except Unanswered:
+            pass  # told to end; the leases of the rest run out
+        self.parts.executor.give_back(slots)
+
     def _refused(self, exc: psycopg.Error, slots: int) -> None:
         """Try again: at once with a single one, when more may be the reason, else later."""
-        if isinstance(exc, TooMuch):
-            _log.warning("no answer to a claim; trying a single one", error=first_line(exc), count=slots)
-            self._most, self._singly_until = 1, time.monotonic() + SINGLY_FOR
-            return
         if db.is_transient(exc):
             _log.warning("claim refused; trying again", error=first_line(exc))
             self.session.stuck(exc)

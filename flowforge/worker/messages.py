@@ -21,7 +21,7 @@ from flowforge import db, log
 from flowforge.broker import ConsumeChannel, Delivery
 from flowforge.errors import first_line
 from flowforge.runner import crash_point
-from flowforge.worker.claim import CLAIM_TASK_RUNS
+from flowforge.worker.claim import CLAIM_TASK_RUNS, answers
 from flowforge.worker.claiming import Claimer, Parts, TooMuch
 from flowforge.worker.session import Unanswered
 
@@ -118,14 +118,17 @@ class MessageClaimer(Claimer):
         if self._aside:
             self._resume()
 
-    def _claim_batch(self, batch: list[_Message], claim_id: UUID | None = None) -> bool:
+    def _claim_batch(
+        self, batch: list[_Message], claim_id: UUID | None = None, first: float | None = None
+    ) -> bool:
         """Claim `batch`, for which slots are reserved, and settle its messages. False: to no avail, and no
-        other message would fare better."""
+        other message would fare better. With `claim_id`, some may have been claimed under it by a call from
+        `first` on."""
         ids, dispatches = [each.task_run_id for each in batch], [each.dispatch_id for each in batch]
         claim_id = claim_id or uuid4()
         try:
             crash_point("worker:before-claim-commit")
-            found, sent = self._claim(
+            rows, sent = self._claim(
                 len(batch),
                 CLAIM_TASK_RUNS,
                 ids,
@@ -133,10 +136,11 @@ class MessageClaimer(Claimer):
                 self.parts.worker,
                 claim_id,
                 self.parts.config.lease,
+                first=first,
             )
-        except TooMuch:
+        except TooMuch as exc:
             # What the first call may have claimed under this id is asked for again alone under the same.
-            return self._one_by_one(batch, claim_id)
+            return self._one_by_one(batch, claim_id, exc.first)
         except psycopg.Error as exc:
             return self._one_by_one(batch) if len(batch) > 1 else self._refused(batch[0], exc)
         except Unanswered:
@@ -145,7 +149,7 @@ class MessageClaimer(Claimer):
             return False
         crash_point("worker:after-claim-commit")
         won = []
-        for answer in found:
+        for answer in answers(rows):
             if answer.claim is None:
                 self.parts.counts[f"dropped_{answer.outcome}"] += 1
             else:
@@ -160,11 +164,13 @@ class MessageClaimer(Claimer):
             self._execute(won, sent)
         return True
 
-    def _one_by_one(self, batch: Sequence[_Message], claim_id: UUID | None = None) -> bool:
-        """After a definite error, so that nothing was claimed: who is to blame shows when each is alone. With
-        `claim_id`, some may have been claimed under it."""
+    def _one_by_one(
+        self, batch: Sequence[_Message], claim_id: UUID | None = None, first: float | None = None
+    ) -> bool:
+        """After a definite error, so that nothing was claimed: who is to blame shows when each is alone. Or,
+        with `claim_id` and `first`, as for `_claim_batch`."""
         for index, message in enumerate(batch):
-            if not self._claim_batch([message], claim_id):
+            if not self._claim_batch([message], claim_id, first):
                 self._return(batch[index + 1 :])
                 return False
         return True

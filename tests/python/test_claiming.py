@@ -1,5 +1,6 @@
 """A claim whose outcome is not known is asked for again until the database has said what became of it."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from flowforge import db as database
 from flowforge import listen
 from flowforge.worker import claiming
+from flowforge.worker.context import Context
 from flowforge.worker.session import Session, Unanswered
 from tests.python.workbench import Bench, LossyProxy, Witness
 from tests.services.process import wait_until
@@ -125,25 +127,38 @@ def test_an_answer_that_does_not_arrive_is_asked_for_in_parts(
     any_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What several tasks are given together may take longer than a call may, or more memory than there is.
-    One that takes longer by itself gets the time."""
+    The database has claimed them, though: they are executed, each by the time limit that runs since then. One
+    whose answer takes longer by itself gets the time."""
     bench, real = any_bench, Session.call
-    asked: list[int] = []
+    claimed_at: list[float] = []
 
     def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
-        if "claim_" in query:
-            asked.append(params[-1] if isinstance(params[-1], int) else len(params[0]))
-            if asked[-1] > 1 or options["limit"] < 200:
+        rows = real(self, query, params, **options)
+        if "claim_" in query and "input" in query:
+            if len(rows) > 1:
+                claimed_at.append(time.monotonic())
+            if len(rows) > 1 or options["limit"] < 200:
                 raise Unanswered("out of memory for query result", sent=True, too_much=True)
-        return real(self, query, params, **options)
+        return rows
+
+    deadlines: list[float] = []
+
+    def execute(ctx: Context) -> None:
+        deadlines.append(time.monotonic() + (ctx.time_left() or 0))
 
     monkeypatch.setattr(Session, "call", call)
-    witness = Witness()
+    witness = Witness(lease=3600, time_limit=7200)
+    witness.result = execute
     bench.define(witness.workflow)
-    runs = bench.trigger_many(witness.workflow, 5)
-    with bench.worker(witness.workflow, concurrency=4):
-        assert bench.wait_run(*runs) == ["succeeded"] * 5
-    assert len(witness.executions) == 5
-    assert max(asked) > 1
+    bench.never_redispatch()
+    runs = bench.trigger_many(witness.workflow, 4)
+    for run in runs:
+        bench.wait_state(run, "task", "ready")
+    with bench.worker(witness.workflow, concurrency=4) as worker:
+        assert bench.wait_run(*runs) == ["succeeded"] * 4
+        wait_until(lambda: worker.worker._executor._free == 4, "free slots")
+    assert len(witness.executions) == 4
+    assert min(deadlines) - 7200 <= claimed_at[0]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), psycopg.OperationalError("out of memory for query result")])
