@@ -225,7 +225,7 @@ class ConsumeChannel(Client):
         super()._channel_closed(channel, reason)
         if channel is self._consuming:
             # Also when the broker closed only the channel: a fresh connection is the simplest fresh start.
-            self._consuming = None
+            self._consuming, self._unsettled = None, {}
             if not setting_up:
                 self._abort(cause(reason))
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import pika.exceptions
 import pytest
 
 from flowforge.broker import ConsumeChannel, Delivery, PublishChannel
@@ -326,6 +327,19 @@ def test_settling_after_the_connection_is_lost_does_nothing(
     _, other = consumer(config, opened)
     got = {each.message_id: each.redelivered for each in (other.take(), other.take())}
     assert got == {first.message_id: True, second.message_id: False}
+
+
+def test_settling_after_the_channel_is_closed_does_nothing() -> None:
+    """The broker closes the channel first, and the loss of the connection is yet to be heard of."""
+    channel: Any = object()
+    receiving = ConsumeChannel(Config(amqp_urls=("amqp://nowhere",)), ["q"], print, prefetch=3, name="worker")
+    deliveries = [Delivery(0, tag, "q", None, None, b"", False, {}) for tag in (1, 2, 3)]
+    receiving._consuming, receiving._unsettled = channel, dict.fromkeys((1, 2, 3))
+    receiving._channel_closed(channel, pika.exceptions.ChannelClosedByBroker(406, "PRECONDITION_FAILED"))
+    receiving._acknowledge(deliveries[:1])
+    receiving._acknowledge(deliveries[2:])
+    receiving._refuse(deliveries[1:2], requeue=True)
+    receiving._loop.close()  # it was never started
 
 
 def test_pause_gives_others_what_was_prefetched_and_resume_takes_again(
