@@ -368,15 +368,16 @@ class _Watchdog:
         self._open: dict[int, tuple[float, int]] = {}  # until when, and a descriptor of our own
         self._keys = itertools.count()
         self._wakes_at = float("inf")
-        self._thread: threading.Thread | None = None
+        self._started = False
 
     def add(self, fileno: int, seconds: float) -> int:
         with self._changed:
+            if not self._started:
+                # There may be no thread to be had; the next one tries again.
+                threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True).start()
+                self._started = True
             key = next(self._keys)
             self._open[key] = (time.monotonic() + seconds, os.dup(fileno))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True)
-                self._thread.start()
             self._wake_for(key)
             return key
 

@@ -1,6 +1,7 @@
 """Connections: what they are set to, which errors pass, and that no call and no wait hangs for ever."""
 
 import datetime
+import socket
 import threading
 import traceback
 from collections.abc import Iterator
@@ -430,6 +431,26 @@ def test_guards_that_ended_sever_nothing_and_the_earliest_goes_first(db: Databas
         with database.guard(a, TIMEOUT), pytest.raises(psycopg.OperationalError), database.guard(b, 0.1):
             b.execute("select pg_sleep(300)")
         assert a.execute("select 1").fetchall() == [(1,)]
+
+
+def test_a_guard_that_cannot_start_its_thread_leaves_the_next_one_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watchdog = database._Watchdog()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError):
+                watchdog.add(ours.fileno(), TIMEOUT)
+        assert watchdog._open == {}
+        key = watchdog.add(ours.fileno(), 0.0)
+        theirs.settimeout(TIMEOUT)
+        assert theirs.recv(1) == b""
+        watchdog.remove(key)
 
 
 def test_a_guard_that_has_ended_leaves_nothing_behind(db: Database) -> None:
