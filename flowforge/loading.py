@@ -49,7 +49,8 @@ def load_workflows(places: Iterable[str]) -> list[Workflow]:
 
 
 def _import(name: str) -> ModuleType:
-    if Path(name).is_file() or not all(part.isidentifier() for part in name.split(".")):
+    is_file = name.endswith(".py") and Path(name).is_file()
+    if is_file or not all(part.isidentifier() for part in name.split(".")):
         parts = Path(name.removesuffix(".py")).parts
         such = f": {'.'.join(parts)}" if parts and all(map(str.isidentifier, parts)) else ""
         raise ConfigError(f"no module {name!r}: give its dotted name, without .py{such}")

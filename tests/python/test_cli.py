@@ -309,6 +309,7 @@ def test_workflows_are_found_in_modules(modules: Path) -> None:
     two = JOBS.format("one") + JOBS.format("two") + "alias = one\n"
     (modules / "jobs_two.py").write_text(two)
     (modules / "jobs_again.py").write_text("from jobs_two import one\n")
+    (modules / "jobs_two").touch()  # a file of that name is no module
     assert [each.name for each in load_workflows(["jobs_two"])] == ["one", "two"]
     assert [each.name for each in load_workflows(["jobs_two:two"])] == ["two"]
     assert [each.name for each in load_workflows(["jobs_two", "jobs_again"])] == ["one", "two"]
