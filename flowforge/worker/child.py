@@ -7,7 +7,6 @@ which is when the worker ends, however that came about.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import ctypes
@@ -36,7 +35,6 @@ from flowforge.worker.execution import (
     Release,
     Report,
     StopReason,
-    awaited,
     causes,
     is_of_memory,
     leave_if_forked,
@@ -45,6 +43,7 @@ from flowforge.worker.execution import (
     unstarted,
 )
 from flowforge.worker.failures import reason_of
+from flowforge.worker.pool import LeavingPool, run_alone
 
 _log = log.of("worker")
 
@@ -183,7 +182,7 @@ class Child:
                 context.run(tell_log, execution)
                 returned = context.run(handler, Context(execution, self, config))
                 if inspect.iscoroutine(returned):
-                    returned = context.run(asyncio.run, awaited(execution, returned))
+                    returned = context.run(run_alone, execution, returned, LeavingPool())
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler is its failure, not the process's
             raised = exc
         leave_if_forked(self._pid, raised)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import inspect
 import os
@@ -29,7 +28,7 @@ from flowforge.worker.execution import (
 )
 from flowforge.worker.failures import Failures
 from flowforge.worker.loops import HandlerLoop
-from flowforge.worker.pool import current
+from flowforge.worker.pool import current, run_alone
 from flowforge.worker.slots import STOP_MOMENT, Slots
 
 _log = log.of("worker")
@@ -226,7 +225,7 @@ class Executor:
                 returned = context.run(handler, self._context(execution))
                 if inspect.iscoroutine(returned):
                     # A function that is async without looking like it, such as a wrapped one.
-                    returned = context.run(asyncio.run, awaited(execution, returned))
+                    returned = context.run(run_alone, execution, returned, self._slots.pool)
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler must not end the worker
             raised = exc
         leave_if_forked(self._pid, raised)

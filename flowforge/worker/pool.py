@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
-from flowforge.worker.execution import Execution
+from flowforge.worker.execution import Execution, awaited
 
 current: ContextVar[Execution | None] = ContextVar("flowforge execution", default=None)
 """The execution whose handler's code runs, on event loops and in what they hand to threads."""
@@ -83,3 +84,24 @@ class HandlerPool(ThreadPoolExecutor):
             share.shutdown(wait=False)
             del self._shares[execution]
         return execution not in self._shares
+
+
+class LeavingPool(ThreadPoolExecutor):
+    """The default executor of one event loop, whose end waits for none of its threads."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 -- given
+        """Let the threads end when they have nothing left to do."""
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def run_alone(execution: Execution, coroutine: Awaitable[object], pool: ThreadPoolExecutor) -> object:
+    """What `coroutine` returns, on an event loop of its own. `pool` runs what it hands to threads, and it is
+    for its `shutdown` to say whether they are waited for: asyncio's own would be."""
+
+    async def main() -> object:
+        current.set(execution)
+        return await awaited(execution, coroutine)
+
+    with asyncio.Runner() as runner:
+        runner.get_loop().set_default_executor(pool)
+        return runner.run(main())

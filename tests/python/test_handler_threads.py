@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import gc
 import multiprocessing
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -158,6 +159,28 @@ def test_a_thread_that_outlives_its_handler_keeps_its_slot(slots: Callable[..., 
     wait_until(lambda: (bench.executor.lost, bench.free()) == (0, 2), "the slot")
 
 
+def test_in_a_process_an_async_handler_is_reported_before_the_threads_that_it_left() -> None:
+    """As where it has no event loop of its own."""
+    gate = Gate()
+
+    async def coroutine(_ctx: Any) -> str:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(gate.wait), 0.01)
+        return "went on"
+
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        one = child.Child(theirs)
+        execution = child._Execution(child.Task(an_execution().claim, None), one._tell)
+        thread = threading.Thread(target=one._execute, args=(execution, coroutine, Config()))
+        thread.start()
+        in_time = ours.poll(20)
+        gate.open()
+        thread.join()
+        assert in_time
+        assert ours.recv().report == Finish("succeeded", output='"went on"')
+
+
 def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., Slots], gate: Gate) -> None:
     async def coroutine(_ctx: Any) -> None:
         await asyncio.to_thread(gate.wait)
@@ -258,15 +281,19 @@ def test_what_a_stop_abandons_is_no_reason_to_end(slots: Callable[..., Slots], g
     wait_until(lambda: bench.free() == 1, "its end")
 
 
-def test_a_thread_that_is_about_to_end_costs_nothing(slots: Callable[..., Slots], gate: Gate) -> None:
-    """An ordinary cancel, or a time-out of the handler's own, leaves one for a moment."""
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_thread_that_is_about_to_end_costs_nothing(
+    slots: Callable[..., Slots], gate: Gate, wrapped: bool
+) -> None:
+    """An ordinary cancel, or a time-out of the handler's own, leaves one for a moment. A function that is
+    async without looking like it has an event loop of its own."""
 
     async def coroutine(_ctx: Any) -> str:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(gate.wait), 0.01)
         return "went on"
 
-    bench = slots(1, coroutine=coroutine)
+    bench = slots(1, coroutine=(lambda ctx: coroutine(ctx)) if wrapped else coroutine)
     assert bench.run("coroutine") == Finish("succeeded", output='"went on"')
     assert (bench.free(), bench.executor.lost, bench.broken) == (0, 0, [])
     gate.open()
