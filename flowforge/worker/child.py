@@ -51,7 +51,8 @@ REPORT_EVERY = 0.5
 """Seconds between two looks for progress to report."""
 
 EXIT_FOR_NOW = 75
-"""The exit code of a child that was refused a thread or memory, and may be started later."""
+"""The exit code of a child that was refused a thread or memory, or one of whose modules was refused anything
+by the system, and that may be started later: the worker has imported the same modules."""
 
 NOTED_LIMIT = 5.0
 """Seconds that a commit waits for the worker to know of it."""
@@ -165,9 +166,12 @@ class Child:
             threading.Thread(target=self._listen, name="flowforge-worker", daemon=True).start()
             limit_memory(setup.config.memory_limit)
         except FlowForgeError as error:
+            if isinstance(error.__cause__, MemoryError | OSError):
+                _log.warning("a process for handlers cannot run them now", error=str(error))
+                sys.exit(EXIT_FOR_NOW)
             self._send(Ready(str(error)))
             return
-        except RuntimeError:  # of the thread
+        except (MemoryError, RuntimeError):  # of the thread
             sys.exit(EXIT_FOR_NOW)
         self._send(Ready())
         while (execution := self._given.get()) is not None:

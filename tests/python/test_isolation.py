@@ -16,12 +16,15 @@ import psutil
 import pytest
 
 from flowforge import runner
+from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.errors import ConfigError, InvalidDefinition
-from flowforge.worker import children, executor
+from flowforge.worker import child, children, executor
 from flowforge.worker.daemon import Worker, handlers_of
+from flowforge.worker.execution import Execution, Finish
 from tests.python import isolated_flows as flows
 from tests.python.cluster import PROGRAM, Process
+from tests.python.test_execution import an_execution
 from tests.python.workbench import Bench, RunningWorker
 from tests.services.process import has_ended, wait_for_end, wait_until
 
@@ -424,6 +427,54 @@ def test_while_there_can_be_no_more_processes_they_are_waited_for(
     task = scene.bench.task(run, "task")
     assert (task["attempt"], task["reaps"]) == (1, 0)
     assert "no process for handlers can be started; trying again" in caplog.text
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "ConnectionRefusedError(111, 'refused')"])
+def test_what_is_refused_to_a_module_for_now_is_waited_for(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """While the worker has others at work, perhaps."""
+    code = f"""
+from pathlib import Path
+from tests.python.isolated_flows import pid
+if not Path({str(scene.directory / "go")!r}).exists(): raise {error}
+"""
+    monkeypatch.setattr(children, "START_AGAIN", 0.05)
+    run = scene.trigger(flows.pid)
+    source = handlers_in(scene, monkeypatch, code)
+    with scene.worker(flows.pid, sources=[source]) as worker:
+        wait_until(lambda: worker.worker.health.state == "error", "health that says so")
+        scene.go()
+        assert scene.ended(run)["state"] == "succeeded"
+    assert scene.bench.task(run, "task")["reaps"] == 0
+
+
+def test_a_process_that_was_given_back_is_not_killed_for_its_last_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose time limit may pass before its end is noted: the process may be at work for another one."""
+    killed: list[object] = []
+
+    class Healthy:
+        tasks = 0
+
+        def __init__(self, _: child.Setup) -> None: ...
+
+        def run(self, execution: Execution, _: Callable[[Execution], None]) -> child.Ended:
+            execution.runs_in(self)
+            return child.Ended(Finish("succeeded"), False, "", False)
+
+        def wake(self) -> None: ...
+
+        def kill(self) -> None:
+            killed.append(self)
+
+    monkeypatch.setattr(children, "Process", Healthy)
+    processes = children.Children(Config(), [], frozenset(), lambda _: None)
+    execution = an_execution()
+    assert processes.run(execution) == Finish("succeeded")
+    assert not execution.kill()
+    assert killed == []
 
 
 # -- the program
