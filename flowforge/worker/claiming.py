@@ -54,7 +54,6 @@ _MOST_TOO_MUCH = 2
 """How often a claim of several is asked for whose answer seems to be too much."""
 
 _SINGLY_FOR = 600.0  # seconds for which single ones are claimed then: what comes next may be as much
-_LONG_LIMIT = 600.0  # seconds that the database gets to say what such a claim holds
 
 
 class TooMuch(Exception):
@@ -141,20 +140,15 @@ class Claimer(ABC):
         return self.parts.executor.reserve(most, timeout)
 
     def _claim(
-        self,
-        most: int,
-        query: str,
-        *arguments: Any,
-        first: float | None = None,
-        limit: float = CALL_LIMIT,
+        self, most: int, query: str, *arguments: Any, first: float | None = None
     ) -> tuple[list[tuple[Any, ...]], Sent]:
         """Ask for up to `most` until answered, each time for the very same; also when that was. `first`: some
-        may have been claimed by a call from then on; `limit` of each call in seconds.
+        may have been claimed by a call from then on.
 
         Raises psycopg.Error for a definite refusal of all that was sent, so that nothing is claimed, TooMuch
         when it has to be asked for in parts, and Unanswered when told to end.
         """
-        too_much = 0
+        too_much, limit = 0, CALL_LIMIT
         while True:
             last = time.monotonic()
             try:
@@ -255,7 +249,7 @@ class QueueClaimer(Claimer):
         _, worker, claim_id, lease, _ = arguments
         first = too_much.first
         try:
-            held, _ = self._claim(1, WHAT_CLAIM_NEXT_HOLDS, *arguments, first=first, limit=_LONG_LIMIT)
+            held, _ = self._claim(1, WHAT_CLAIM_NEXT_HOLDS, *arguments, first=first)
             for task_run_id, dispatch_id in held:
                 rows, sent = self._claim(
                     1, CLAIM_TASK_RUNS, [task_run_id], [dispatch_id], worker, claim_id, lease, first=first

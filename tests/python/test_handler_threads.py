@@ -159,9 +159,8 @@ def test_a_thread_that_outlives_its_handler_keeps_its_slot(slots: Callable[..., 
     wait_until(lambda: (bench.executor.lost, bench.free()) == (0, 2), "the slot")
 
 
-def test_in_a_process_an_async_handler_is_reported_before_the_threads_that_it_left() -> None:
+def test_in_a_process_an_async_handler_is_reported_before_the_threads_that_it_left(gate: Gate) -> None:
     """As where it has no event loop of its own."""
-    gate = Gate()
 
     async def coroutine(_ctx: Any) -> str:
         with contextlib.suppress(TimeoutError):
