@@ -269,7 +269,8 @@ def sigterm(engine: Engine) -> None:
         engine.worker = worker
         engine.kill_worker()  # what it may have left behind
     row = engine.task(run)
-    if (row["state"], row["attempt"], row["reaps"], engine.attempts(run)) != ("ready", 1, 0, []):
+    outcomes = [outcome for outcome, _, _ in engine.attempts(run)]
+    if (row["state"], row["attempt"], row["reaps"], outcomes) != ("ready", 1, 0, ["released"]):
         raise Violated(
             f"the task run was left {row['state']}, with attempt {row['attempt']}, reaped {row['reaps']}"
         )
