@@ -62,8 +62,9 @@ class Waker:
         return self._reader.fileno()
 
     def __del__(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        with suppress(AttributeError):  # there were no descriptors for them
+            self._reader.close()
+            self._writer.close()
 
 
 SELF_TEST_SECONDS = 2.0

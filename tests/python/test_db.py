@@ -2,6 +2,7 @@
 
 import datetime
 import socket
+import errno
 import threading
 import traceback
 from collections.abc import Iterator
@@ -609,3 +610,14 @@ def test_where_notifications_never_arrive_one_warning_is_given_and_polling_is_le
         "LISTEN hears nothing (a pooler?); going on by polling only"
     ]
     assert backend(db, "flowforge test listen") is None
+
+
+def test_a_waker_for_which_there_are_no_descriptors_is_no_more_than_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("flowforge.listen.socket.socketpair", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        Waker()

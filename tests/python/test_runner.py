@@ -26,6 +26,7 @@ from flowforge.errors import (
     BrokerBlocked,
     BrokerMisconfigured,
     BrokerUnavailable,
+    DatabaseUnavailable,
     FlowForgeError,
 )
 from flowforge.migrate import SCHEMA_VERSION
@@ -250,6 +251,19 @@ def test_a_moment_without_descriptors_is_outlasted_and_shown(
     with running:
         wait_until(lambda: seen[-1:] == ["ok: "], "a tick")
     assert (running.code, seen.count(f"no database: {full}")) == (runner.EXIT_OK, 3)
+
+
+def test_a_connection_for_which_there_is_no_descriptor_may_be_had_later(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's start asks again for what is unavailable, and ends for all else."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psycopg, "connect", fail)
+    with pytest.raises(DatabaseUnavailable, match="Too many open files"):
+        runner.connect(config, "worker")
 
 
 def start_fails(config: Config, written: Callable[[], list[dict[str, object]]]) -> tuple[int, str]:
