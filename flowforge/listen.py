@@ -68,24 +68,48 @@ class Waker:
 
 
 SELF_TEST_SECONDS = 2.0
+# Tries to catch a pooler at sharing sessions. As a rule it gives to the next what it got back last.
+_LOOKS = 10
 
 
 def hears(conn: db.Connection, connect: Callable[[], AbstractContextManager[db.Connection]]) -> bool:
     """Whether notifications reach `conn`, told by sending one on a channel that nobody else uses. `connect`
     makes a second connection of the same kind."""
     channel = sql.Identifier(f"flowforge_test_{random.getrandbits(64):x}")
-    conn.execute(sql.SQL("listen {}").format(channel))
-    notify = sql.SQL("notify {}").format(channel)
-    if conn.execute("select pg_backend_pid()").fetchone() == (conn.info.backend_pid,):
+    listen, notify = sql.SQL("listen {}").format(channel), sql.SQL("notify {}").format(channel)
+    if _session(conn) == conn.info.backend_pid:
+        conn.execute(listen)
         conn.execute(notify)
     else:
         # A pooler is between. What one sends oneself may come back even through one that forwards nothing
         # else, so another connection sends it.
         with connect() as other:
+            if _share_sessions(conn, other):
+                return False
+            conn.execute(listen)
             other.execute(notify)
     heard = any(True for _ in conn.notifies(timeout=SELF_TEST_SECONDS, stop_after=1))
     conn.execute(sql.SQL("unlisten {}").format(channel))
     return heard
+
+
+def _share_sessions(conn: db.Connection, other: db.Connection) -> bool:
+    """Whether a pooler gives both the same session of the server, or one of them several. Then LISTEN is of
+    no use, and would stay behind in a session that is anybody's."""
+    ours: set[int] = set()
+    theirs: set[int] = set()
+    for _ in range(_LOOKS):
+        ours.add(_session(conn))
+        theirs.add(_session(other))
+        if len(ours) > 1 or len(theirs) > 1 or ours & theirs:
+            return True
+    return False
+
+
+def _session(conn: db.Connection) -> int:
+    """The process id of the server's session that answers."""
+    row = conn.execute("select pg_backend_pid()").fetchone()
+    return row[0] if row else 0
 
 
 class Listener(Thread):
@@ -135,8 +159,9 @@ class Listener(Thread):
                         self._log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
                         return
                     tested = True
-                    for channel in self._channels:
-                        conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
+                    with db.guard(conn, self._check_timeout):
+                        for channel in self._channels:
+                            conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
                     if lost:
                         self._log.info("listening again on a new connection")
                     lost = False

@@ -1,27 +1,39 @@
 """A TCP proxy in front of PostgreSQL that can stop forwarding without closing, or behave as a pooler does."""
 
+import re
 import select
 import socket
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 
 
 class Proxy:
     """Forwards 127.0.0.1:`port` to a server; a context manager.
 
     `stalled` stops all forwarding while both sides stay connected, as on a path that went dead without a FIN.
+    `refusing` closes every new connection. `stall` is the same as `stalled` for some connections only.
     `pooled` does with notifications as a pooler in transaction mode: only those that arrive while the
     client's own query is under way reach it. The process id it tells the client is not the server's either.
     """
 
     def __init__(self, target_port: int, *, pooled: bool = False) -> None:
-        self.stalled = False
+        self.stalled = self.refusing = False
         self._target_port, self._pooled = target_port, pooled
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
+        self._links: list[_Link] = []
+        self._stalled: tuple[str, ...] = ()
         self._ended = threading.Event()
         self._threads = [threading.Thread(target=self._accept)]
+
+    def stall(self, *applications: str) -> None:
+        """Forward nothing more on connections of these application_names, those to come included; for these
+        the next call, such as one without names, says whether that still holds."""
+        self._stalled = applications
+        for link in self._links:
+            link.stalled |= link.application in applications
 
     def __enter__(self) -> "Proxy":
         self._threads[0].start()
@@ -39,6 +51,9 @@ class Proxy:
             if not select.select([self._listener], [], [], 0.05)[0]:
                 continue
             client, _ = self._listener.accept()
+            if self.refusing:
+                client.close()
+                continue
             if self.stalled:
                 self._sockets.append(client)
                 continue
@@ -50,9 +65,10 @@ class Proxy:
 
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
         answers = _Answers()
+        self._links.append(link := _Link())
         while not self._ended.is_set():
             ready, _, _ = select.select([client, server], [], [], 0.05)
-            if self.stalled:
+            if self.stalled or link.stalled:
                 self._ended.wait(0.05)
                 continue
             for source in ready:
@@ -60,6 +76,11 @@ class Proxy:
                     if data := source.recv(65536):
                         if source is client:
                             answers.busy = True
+                            if named := re.search(rb"\0application_name\0(.*?)\0", data):
+                                link.application = named[1].decode()
+                                link.stalled |= link.application in self._stalled
+                            if link.stalled:
+                                break
                             server.sendall(data)
                         else:
                             client.sendall(answers.pass_on(data) if self._pooled else data)
@@ -68,6 +89,14 @@ class Proxy:
                     with suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
                 return
+
+
+@dataclass
+class _Link:
+    """One connection: whose it is, and whether nothing is forwarded on it any more."""
+
+    application: str = ""
+    stalled: bool = False
 
 
 class _Answers:

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from flowforge.listen import Listener, Waker
+from tests.python.proxy import Proxy
 from tests.python.workbench import Bench, Witness
 from tests.services.database import Database
 from tests.services.process import wait_until
@@ -89,3 +91,23 @@ def test_a_listener_outlasts_what_nobody_foresaw(
     assert woken.acquire(timeout=60)
     events = [each.getMessage() for each in caplog.records if each.exc_info]
     assert events == ["unforeseen error of the listener; starting anew"] * 2
+
+
+def test_a_listener_outlasts_a_path_that_dies_before_it_listens(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Proxy(db.server.port) as proxy:
+
+        def tested(*_: object) -> bool:
+            proxy.stall("flowforge probe listen")
+            proxy.stall()  # but not the next one
+            return True
+
+        monkeypatch.setattr("flowforge.listen.hears", tested)
+        dsn = make_conninfo(db.server.dsn(db.name, tcp=True), port=proxy.port)
+        listener = Listener(dsn, ["probe"], lambda: None, name="probe", check_timeout=0.2)
+        listener.start()
+        try:
+            assert listener.listening.wait(60)
+        finally:
+            listener.close()
