@@ -513,10 +513,11 @@ class _Loop:
         self._disconnect()
         if passing and self.stop.requested:
             return
-        state = "no database" if passing else "error"
+        state, seconds = "no database" if passing else "error", self.backoff.next()
         if self.health.report(state, str(exc)):
-            (self.log.warning if passing else self.log.error)(f"{state}; trying again", error=str(exc))
-        self._wait(self.backoff.next(), wakeable=False)
+            tell = self.log.warning if passing else self.log.error
+            tell(f"{state}; trying again", error=str(exc), seconds=round(seconds, 3))
+        self._wait(seconds, wakeable=False)
 
     def _wait(self, seconds: float, *, wakeable: bool = True) -> None:
         """Wait until woken, at most `seconds`, keeping the health report fresh."""

@@ -307,8 +307,8 @@ class QueueClaimer(Claimer):
             return
         try:
             readable(seconds, conn.fileno(), self.waker.fileno())
-        except (psycopg.Error, OSError):
-            self.session.close()
+        except (psycopg.Error, OSError) as exc:
+            self.session.give_up(exc)
         self._forget_notifications()
 
     def _forget_notifications(self) -> bool:
@@ -320,7 +320,7 @@ class QueueClaimer(Claimer):
         try:
             with db.guard(conn, 5):
                 return sum(1 for _ in conn.notifies(timeout=0)) > 0
-        except (psycopg.Error, OSError):
-            # The next claim finds out, and says so.
-            self.session.close()
+        except (psycopg.Error, OSError) as exc:
+            # The next claim makes another, and looks at everything.
+            self.session.give_up(exc)
             return False

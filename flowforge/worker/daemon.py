@@ -257,9 +257,10 @@ class Worker:
                 if not db.is_transient(exc):
                     raise from_database(exc) from exc
                 reason = first_line(exc)
+            seconds = backoff.next()
             if self.health.report("no database", reason):
-                _log.warning("no database; waiting for it", error=reason)
-            self._stop.wait(backoff.next())
+                _log.warning("no database; waiting for it", error=reason, seconds=round(seconds, 3))
+            self._stop.wait(seconds)
 
     def _start(self) -> None:
         if self._messages is not None:

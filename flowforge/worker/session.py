@@ -91,12 +91,7 @@ class Session:
             sent = self._conn is not None
             no_memory = isinstance(exc, MemoryError) or "out of memory" in str(exc)
             too_much = sent and (no_memory or time.monotonic() - begun >= limit)
-            self.close()
-            if self.lost_since_answer == 0:
-                _log.warning(
-                    "database connection lost; trying again", connection=self.purpose, error=first_line(exc)
-                )
-            self.lost_since_answer += 1
+            self.give_up(exc)
             raise Unanswered(first_line(exc), sent=sent, too_much=too_much) from exc
         self._answered()
         self._backoff.reset()
@@ -108,6 +103,15 @@ class Session:
         a row until it is told."""
         self._refusals += 1
         self.refused = self._refusals > (_PASSING_REFUSALS if db.is_transient(exc) else 0)
+
+    def give_up(self, exc: Exception) -> None:
+        """Close the connection, which `exc` says is lost, and tell of it once, until a call is answered."""
+        self.close()
+        if self.lost_since_answer == 0:
+            _log.warning(
+                "database connection lost; trying again", connection=self.purpose, error=first_line(exc)
+            )
+        self.lost_since_answer += 1
 
     def _answered(self) -> None:
         if self.lost_since_answer:
