@@ -69,6 +69,10 @@ class Process:
         """Its log."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
+    def said(self, event: str) -> int:
+        """How often its log tells of this event."""
+        return sum(entry["event"] == event for entry in self.entries())
+
 
 class Cluster:
     """A database, perhaps a broker, and processes. Leaving the block stops what still runs; a daemon that did
@@ -192,7 +196,34 @@ class Cluster:
         publisher = ["publisher"] if self.broker else []
         return self.start("scheduler", *publisher, *["worker"] * workers, **environment)
 
+    def everyone(self, **environment: str) -> list[Process]:
+        """All kinds of daemons: scheduler, publisher, a worker of the broker, and one that knows of none."""
+        started = self.daemons(workers=1, **environment)
+        return [*started, *self.start("worker", FLOWFORGE_AMQP_URL="", **environment)]
+
     # -- SQL
+
+    def reconnect(self) -> None:
+        """After a fault that has cost the test its own connection."""
+        self._connection.close()
+        self._connection = self.db.connect()
+
+    def sessions(self) -> dict[str, set[int]]:
+        """The server processes of the daemons' sessions, by application_name without the prefix."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for name, pid in self.rows(
+            "select application_name, pid from pg_stat_activity"
+            " where datname = current_database() and application_name like 'flowforge %%'"
+        ):
+            found[name.removeprefix("flowforge ")].add(pid)
+        return found
+
+    def terminate(self, *names: str) -> None:
+        """End the daemons' sessions, those of these names if any is named, and see them gone."""
+        pids = [pid for name, pids in self.sessions().items() if name in names or not names for pid in pids]
+        self.rows("select pg_terminate_backend(pid) from unnest(%s::int[]) as u (pid)", pids)
+        left = "select count(*) from pg_stat_activity where pid = any(%s::int[])"
+        wait_until(lambda: self.value(left, pids) == 0, "the end of the sessions")
 
     def rows(self, query: str, *parameters: Any) -> list[tuple[Any, ...]]:
         return self._connection.execute(query.encode(), parameters).fetchall()

@@ -1,7 +1,7 @@
 """Workflows of the scenarios. Each handler tells a witness, a file outside the engine, what it executes, then
-does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "until": file,
-"spin": file, "hold": s, "fork": true, "output": …}. Output and error name the token, so that whatever is
-accepted tells whose it is.
+does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "attempts": n, "until":
+file, "progress": message, "transaction": file, "spin": file, "hold": s, "fork": true, "output": …}. Output
+and error name the token, so that whatever is accepted tells whose it is.
 """
 
 import ctypes
@@ -40,14 +40,30 @@ def act(ctx: Context) -> Any:
     deadline = time.monotonic() + asked.get("sleep", 0)
     while time.monotonic() < deadline or ("until" in asked and not Path(asked["until"]).exists()):
         ctx.check_cancelled()
+        if "progress" in asked:
+            ctx.progress(0.5, asked["progress"])
         time.sleep(0.02)
     _hog(asked, ctx)
     if "exit" in asked:
         os._exit(asked["exit"])
     if asked.get("fail") is True or ("fail" in asked and Path(str(asked["fail"])).exists()):
         raise RuntimeError(f"asked to fail, token {ctx.fencing_token}")
+    if ctx.attempt < asked.get("attempts", 1):
+        raise RuntimeError(f"asked for another attempt, token {ctx.fencing_token}")
+    if "transaction" in asked:
+        _write(ctx, Path(asked["transaction"]))
     _tell(ctx, "end")
     return unstorable(asked["output"]) if "output" in asked else {"token": ctx.fencing_token}
+
+
+def _write(ctx: Context, until: Path) -> None:
+    """Write to a table of the test's in one transaction with the task's end, and keep it open and idle until
+    a file is there."""
+    with ctx.transaction() as tx:
+        tx.execute("insert into public.effect values (%s)", [ctx.task_run_id])
+        while not until.exists():
+            time.sleep(0.02)
+        tx.finish({"token": ctx.fencing_token})
 
 
 def _hog(asked: dict[str, Any], ctx: Context) -> None:

@@ -99,7 +99,7 @@ class PostgresServer:
         self.directory = self._scratch.path
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("PG")}
         self.environment |= {"LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
-        self._account = _unprivileged_account() if os.getuid() == 0 else None
+        self.account = _unprivileged_account() if os.getuid() == 0 else None
         self.host = str(self.directory)
         self.log_file = self.directory / "log"
         self.data = self.directory / "data"
@@ -137,9 +137,9 @@ class PostgresServer:
     def _initdb(self) -> None:
         passwords = self.directory / "password"
         passwords.write_text(self.password)
-        if self._account:
+        if self.account:
             for path in (self.directory, passwords):
-                os.chown(path, self._account.pw_uid, self._account.pw_gid)
+                os.chown(path, self.account.pw_uid, self.account.pw_gid)
         subprocess.run(
             [
                 *(self.programs / "initdb", "--pgdata", self.data, "--username", self.user, "--no-sync"),
@@ -151,9 +151,9 @@ class PostgresServer:
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            user=self._account.pw_uid if self._account else None,
-            group=self._account.pw_gid if self._account else None,
-            extra_groups=[] if self._account else None,
+            user=self.account.pw_uid if self.account else None,
+            group=self.account.pw_gid if self.account else None,
+            extra_groups=[] if self.account else None,
         )
         passwords.unlink()
 
@@ -173,8 +173,8 @@ class PostgresServer:
             log=self.log_file,
             env=self.environment,
             death_signal=signal.SIGINT,
-            uid=self._account.pw_uid if self._account else None,
-            gid=self._account.pw_gid if self._account else None,
+            uid=self.account.pw_uid if self.account else None,
+            gid=self.account.pw_gid if self.account else None,
         )
         try:
             wait_until(self._answers_or_ended, "PostgreSQL's start")
