@@ -1,9 +1,10 @@
--- renew_leases, assert_lease, report_progress: what a worker calls while a handler runs.
+-- renew_leases, assert_lease, report_progress, traceparents: what a worker calls for what it has claimed.
 --
 -- renew_leases locks only task runs that are running under the given tokens, in id order, and skips locked ones: a
 -- handler inside its own long transaction is not lost, nor can the reaper touch it. Safe to repeat. Raises WF001, WF005.
 -- assert_lease locks the task run inside the caller's transaction, waiting, and bounds that transaction. Raises WF001,
 -- WF006.
+-- traceparents reads, and locks nothing. Raises WF001, WF005.
 
 create or replace function flowforge.renew_leases(task_run_ids bigint[], fencing_tokens bigint[], lease interval)
 returns table ("position" bigint, task_run_id bigint, outcome text, lease_expires_at timestamptz)
@@ -146,3 +147,28 @@ end
 $$;
 comment on function flowforge.report_progress(bigint, bigint, double precision, text) is
     'Records progress of a running execution under its token, for views only; false when the token no longer holds. fraction: 0 to 1 or null; message: at most 1000 characters. Raises WF001, WF005.';
+
+create or replace function flowforge.traceparents(task_run_ids bigint[], fencing_tokens bigint[])
+returns table ("position" bigint, traceparent text)
+language plpgsql stable security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+begin
+    perform flowforge._check_batch('traceparents', array[cardinality(traceparents.task_run_ids), cardinality(traceparents.fencing_tokens)]);
+    return query
+        select u.pos, l.traceparent
+        from unnest(traceparents.task_run_ids, traceparents.fencing_tokens) with ordinality u (task_run_id, fencing_token, pos)
+        left join lateral (
+            select (select r.labels ->> 'traceparent' from flowforge.run r where r.run_id = tr.run_id) as traceparent
+            from flowforge.task_run tr
+            where tr.task_run_id = u.task_run_id and tr.state = 'running' and tr.fencing_token = u.fencing_token
+            limit 1) l on true
+        order by u.pos;
+end
+$$;
+comment on function flowforge.traceparents(bigint[], bigint[]) is
+    'The W3C trace context of whoever triggered the run of each, from its label traceparent: what a message carries in its header. Null without that label, and for what is not held under the token. Raises WF001, WF005.';

@@ -46,7 +46,7 @@ grant execute on function
     flowforge.finish_task_run(bigint, bigint, text, jsonb, text, boolean),
     flowforge.finish_task_runs(bigint[], bigint[], text[], jsonb[], text[], boolean[]),
     flowforge.release_task_run(bigint, bigint, text), flowforge.report_progress(bigint, bigint, double precision, text),
-    flowforge.assert_lease(bigint, bigint)
+    flowforge.assert_lease(bigint, bigint), flowforge.traceparents(bigint[], bigint[])
 to flowforge_worker;
 
 grant execute on function

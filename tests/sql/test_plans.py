@@ -153,6 +153,7 @@ PATHS = {
         "run_pkey(run_id) task_run_of_run(run_id,task_id,map_index) "
         "task_workflow_version_id_name_key(workflow_version_id,name)"
     ),
+    "traceparents": "run_pkey(run_id) task_run_pkey(task_run_id)",
     "trigger": (
         "insert:task_workflow_version_id_task_id_key(workflow_version_id) run_pkey(run_id) task_pkey(task_id)"
     ),
@@ -269,6 +270,7 @@ class Tour:
                 uuid.uuid4(),
             )
         self.call("renew_leases(%s, %s, '30 s')", [c[0] for c in claims], [c[1] for c in claims])
+        self.call("traceparents(%s, %s)", [c[0] for c in claims], [c[1] for c in claims])
         self.call("assert_lease(%s, %s)", *claims[0])
         for fraction in (0.1, 0.2):
             self.call("report_progress(%s, %s, %s)", *claims[0], fraction)

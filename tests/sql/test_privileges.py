@@ -147,5 +147,5 @@ def test_a_worker_reaches_no_other_task_runs_input(db: Database) -> None:
     assert mine == {
         *("announce_worker", "claim_task_run", "claim_task_runs", "claim_next", "renew_leases"),
         *("finish_task_run", "finish_task_runs", "release_task_run", "report_progress", "assert_lease"),
-        "schema_version",
+        *("traceparents", "schema_version"),
     }

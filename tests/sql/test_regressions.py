@@ -13,6 +13,7 @@ from tests.sql.helpers import Engine, task
     [
         "claim_task_runs('{1}', '{}', 'worker', gen_random_uuid(), '30 s')",
         "renew_leases('{1}', '{1, 2}', '30 s')",
+        "traceparents('{1}', '{1, 2}')",
         "finish_task_runs('{1}', '{1}', '{succeeded, failed}', '{null}', '{null}', '{true}')",
         "mark_refused('{1}', '{}')",
     ],

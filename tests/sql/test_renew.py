@@ -1,10 +1,11 @@
-"""renew_leases, assert_lease and report_progress: what a worker calls while a handler runs."""
+"""renew_leases, assert_lease, report_progress and traceparents: what a worker calls for what it claimed."""
 
 import uuid
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from tests.services.database import Database
 from tests.sql.helpers import Claim, Engine, failing, task
@@ -285,3 +286,37 @@ def test_nor_may_it_last_longer_than_the_time_limit(engine: Engine, own: str | N
     found = {name: engine.value("select current_setting(%s)", name) for name in names}
     short = {None: "40s", "1 h": "40s", "2 s": "2s"}[own]
     assert found == dict.fromkeys(names[:2], short) | dict.fromkeys(names[2:], "40s")
+
+
+# traceparents
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_traceparents_of_what_is_held_by_position(engine: Engine) -> None:
+    engine.define(task("a"))
+    engine.trigger(labels=Jsonb({"traceparent": PARENT, "team": "billing"}))
+    engine.start(task("b"))
+    a, b = sorted((engine.claim_one() for _ in range(2)), key=lambda claim: claim.task)
+    wrong = [(a.task_run_id, a.fencing_token + 1), (a.task_run_id, None), (None, 1), (-1, 1)]
+    pairs = [held(b), held(a), *wrong, held(a)]
+    with engine.changes_nothing():
+        answers = engine.table("traceparents", [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        assert engine.table("traceparents", [], []) == []
+    assert answers == list(enumerate([None, PARENT, *[None] * 4, PARENT], 1))
+    engine.finish(a)
+    assert engine.table("traceparents", *map(list, zip(held(a), strict=True))) == [(1, None)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "code"),
+    [
+        (None, [1], "WF001"),
+        ([1], None, "WF001"),
+        ([1], [1, 2], "WF001"),
+        ([1] * 10_001, [1] * 10_001, "WF005"),
+    ],
+)
+def test_wrong_batches_of_traceparents_are_refused(engine: Engine, ids: Any, tokens: Any, code: str) -> None:
+    with engine.refuses(code, "traceparents"):
+        engine.table("traceparents", ids, tokens)
