@@ -22,7 +22,7 @@ from typing import Any, Literal, Self, overload
 import psycopg
 from psycopg import conninfo
 
-from flowforge import db
+from flowforge import db, tracing
 from flowforge.config import Config
 from flowforge.definition import Duration, Workflow, seconds
 from flowforge.errors import (
@@ -166,7 +166,8 @@ class Client:
         idempotency_key: triggering again with the same key and input gives the same run.
         version: the version to run; the current one when left out.
         priority: the larger goes first. delay: the time before anything of the run is dispatched.
-        labels: free JSON, kept with the run.
+        labels: free JSON, kept with the run. Where a span of OpenTelemetry is current, the label traceparent
+            is that span, unless it is given.
 
         Raises IdempotencyConflict for a key used before with another input.
         """
@@ -180,7 +181,7 @@ class Client:
                 None if version is None else _whole(version, "version"),
                 _whole(priority, "priority"),
                 _interval(delay),
-                _json(_labels(labels), "labels"),
+                _json(tracing.joined(_labels(labels)), "labels"),
             ],
             repeatable=idempotency_key is not None,
         )

@@ -130,6 +130,14 @@ class Config:
     recycle_after: int = _count(
         1000, 1, 1_000_000, "worker: tasks after which a process of handlers is replaced"
     )
+    tracing: bool = field(
+        default=False,
+        metadata={
+            "help": "worker: whether each execution of a handler is a span of OpenTelemetry (needs the extra "
+            "otel)",
+            "allowed": "on or off",
+        },
+    )
     queues: tuple[str, ...] = _text(
         ("default",),
         "worker: queues it takes work from, comma separated; left out, the commands worker and up serve "

@@ -152,6 +152,13 @@ _worker_options = _options(
         type=Integer(1, 1_000_000),
         metavar="N",
     ),
+    _setting(
+        "--tracing",
+        name="tracing",
+        text="Whether each execution of a handler is a span of OpenTelemetry.",
+        default="off",
+        type=click.Choice(["on", "off"]),
+    ),
 )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from flowforge import log
+from flowforge import log, tracing
 from flowforge.config import Config
 from flowforge.errors import FlowForgeError
 from flowforge.loading import load_workflows
@@ -154,6 +154,7 @@ class Child:
         self._execution: _Execution | None = None
         self._told: tuple[float, str | None] | None = None
         self._pid = os.getpid()
+        self._spans: tracing.Spans = tracing.no_span
 
     def run(self) -> None:
         """Handlers run in the main thread, where libraries expect to be that insist on it."""
@@ -163,6 +164,7 @@ class Child:
             handlers = _load(setup)
             # Afterwards, since a module may set up logging by itself.
             log.configure_others(setup.config.log_format, setup.config.log_level, setup.sources)
+            self._spans = tracing.spans(setup.config)
             threading.Thread(target=self._listen, name="flowforge-worker", daemon=True).start()
             limit_memory(setup.config.memory_limit)
         except FlowForgeError as error:
@@ -182,11 +184,12 @@ class Child:
         try:
             begun = execution.begin()
             if begun:
-                context = contextvars.copy_context()
-                context.run(tell_log, execution)
-                returned = context.run(handler, Context(execution, self, config))
-                if inspect.iscoroutine(returned):
-                    returned = context.run(run_alone, execution, returned, LeavingPool())
+                with self._spans(execution):
+                    context = contextvars.copy_context()
+                    context.run(tell_log, execution)
+                    returned = context.run(handler, Context(execution, self, config))
+                    if inspect.iscoroutine(returned):
+                        returned = context.run(run_alone, execution, returned, LeavingPool())
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler is its failure, not the process's
             raised = exc
         leave_if_forked(self._pid, raised)

@@ -36,6 +36,8 @@ class Claim(NamedTuple):
     lease: float
     time_limit: float | None
     lease_left: float
+    traceparent: str | None = None
+    """Of whoever triggered the run, where it is asked for: by the statement TRACEPARENTS, apart."""
 
 
 class Answer(NamedTuple):
@@ -70,10 +72,14 @@ CLAIM_NEXT = _COLUMNS + _NEXT
 WHAT_CLAIM_NEXT_HOLDS = "select c.task_run_id, c.dispatch_id" + _NEXT
 """The same call, of whose answer only the names are taken."""
 
+TRACEPARENTS = """
+    select t.traceparent from flowforge.traceparents(%s::bigint[], %s::bigint[]) as t order by t."position"
+"""
+
 
 def answers(rows: list[tuple[Any, ...]]) -> list[Answer]:
     """The rows of a claim."""
     return [
-        Answer(row[0], row[1], Claim._make(row[2:]) if row[1] == "claimed" else None)
+        Answer(row[0], row[1], Claim(*row[2:]) if row[1] == "claimed" else None)
         for row in rows
     ]  # fmt: skip

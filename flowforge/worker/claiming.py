@@ -25,7 +25,14 @@ from flowforge.config import Config
 from flowforge.errors import first_line
 from flowforge.listen import Waker, hears, readable
 from flowforge.runner import crash_point
-from flowforge.worker.claim import CLAIM_NEXT, CLAIM_TASK_RUNS, WHAT_CLAIM_NEXT_HOLDS, Claim, answers
+from flowforge.worker.claim import (
+    CLAIM_NEXT,
+    CLAIM_TASK_RUNS,
+    TRACEPARENTS,
+    WHAT_CLAIM_NEXT_HOLDS,
+    Claim,
+    answers,
+)
 from flowforge.worker.execution import Execution, Release
 from flowforge.worker.executor import Executor
 from flowforge.worker.finishing import Finisher
@@ -36,6 +43,10 @@ _log = log.of("worker")
 
 TRY_AGAIN_AFTER = 60.0
 """Seconds after which a worker that could not try whether notifications reach it does so."""
+
+
+TRACEPARENTS_LIMIT = 5.0
+"""Seconds that handlers wait for the traces that they belong to, at most."""
 
 
 class Parts(NamedTuple):
@@ -184,6 +195,8 @@ class Claimer(ABC):
         self.parts.counts["claimed"] += len(claims)
         executions = [Execution(claim, *sent) for claim in claims]
         self.parts.keeper.hold(executions)
+        if self.parts.config.tracing:
+            self._ask_for_traces(executions)
         known = []
         for execution in executions:
             if self.stopping:
@@ -202,6 +215,18 @@ class Claimer(ABC):
             executor.give_back(len(claims) - len(known))
         if known:
             executor.start(known)
+
+    def _ask_for_traces(self, executions: Sequence[Execution]) -> None:
+        """Which traces they belong to. Without an answer each begins one of its own."""
+        claims = [execution.claim for execution in executions]
+        pairs = [claim.task_run_id for claim in claims], [claim.fencing_token for claim in claims]
+        try:
+            rows = self.session.call(TRACEPARENTS, pairs, limit=TRACEPARENTS_LIMIT)
+        except (psycopg.Error, Unanswered) as exc:
+            _log.warning("the traces that handlers belong to are not known", error=first_line(exc))
+            return
+        for execution, (traceparent,) in zip(executions, rows, strict=True):
+            execution.claim = execution.claim._replace(traceparent=traceparent)
 
 
 class QueueClaimer(Claimer):

@@ -20,7 +20,7 @@ from typing import Any
 
 import psycopg
 
-from flowforge import db, log, runner, stopping
+from flowforge import db, log, runner, stopping, tracing
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.errors import (
@@ -48,7 +48,7 @@ _log = log.of("worker")
 ROLE = "flowforge_worker"
 FUNCTIONS = (
     "announce_worker", "assert_lease", "claim_next", "claim_task_runs", "finish_task_run", "finish_task_runs",
-    "release_task_run", "renew_leases", "report_progress",
+    "release_task_run", "renew_leases", "report_progress", "traceparents",
 )  # fmt: skip
 
 COUNTS_INTERVAL = 60.0
@@ -83,8 +83,9 @@ def run(
     Asked once: nothing new is taken, handlers get `config.grace` seconds, what then still runs is given back.
     Asked twice: that happens at once, and the exit code says so.
 
-    Raises ConfigError when handlers are to run in processes of their own and `sources` is empty, and when the
-    process, being a worker alone, cannot serve metrics as it is configured to.
+    Raises ConfigError when handlers are to run in processes of their own and `sources` is empty, when they
+    are to be traced and OpenTelemetry is not installed, and when the process, being a worker alone, cannot
+    serve metrics as it is configured to.
     """
     if stop is None:
         with runner.signals(runner.Stop()) as own:
@@ -134,7 +135,8 @@ class Worker:
     ) -> None:
         """`alone`: nothing else runs in the process, so it is for the worker to say what a stop waits for.
 
-        Raises ConfigError when handlers are to run in processes of their own and `sources` is empty.
+        Raises ConfigError when handlers are to run in processes of their own and `sources` is empty, and when
+        they are to be traced and OpenTelemetry is not installed.
         """
         # The random part tells this process from an earlier one of the same host and pid.
         self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -155,6 +157,7 @@ class Worker:
             self._finisher.put,
             self._break_down,
             _children(handlers, config, sources, self._keeper),
+            tracing.spans(config),
         )
         parts = Parts(
             config, self.name, self._executor, self._keeper, self._finisher, self.counts, self._break_down

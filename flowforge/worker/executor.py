@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from flowforge import log
+from flowforge import log, tracing
 from flowforge.errors import Cancelled
 from flowforge.worker.children import Children, NotStarted
 from flowforge.worker.execution import (
@@ -74,15 +74,16 @@ class Executor:
         report: Callable[[Execution, Report], None],
         on_broken: Callable[[str], None],
         children: Children | None = None,
+        spans: tracing.Spans = tracing.no_span,
     ) -> None:
-        """`children` run the handlers whose names they know."""
+        """`children` run the handlers whose names they know. `spans` surround the others."""
         isolated = children.handlers if children is not None else frozenset[str]()
         functions = {name: getattr(handler, "function", handler) for name, handler in handlers.items()}
         self._handlers = {
             name: (function, name not in isolated and inspect.iscoroutinefunction(function))
             for name, function in functions.items()
         }
-        self._children = children
+        self._children, self._spans = children, spans
         self._slots = Slots(slots, lambda: on_broken(_EXHAUSTED))
         self._context, self._report, self._on_broken = context, report, on_broken
         self._failures = Failures()
@@ -219,13 +220,15 @@ class Executor:
         try:
             begun = execution.begin()
             if begun:
-                # In a context of its own: what a handler sets there is not for the next one on this thread.
-                context = contextvars.copy_context()
-                context.run(tell_log, execution)
-                returned = context.run(handler, self._context(execution))
-                if inspect.iscoroutine(returned):
-                    # A function that is async without looking like it, such as a wrapped one.
-                    returned = context.run(run_alone, execution, returned, self._slots.pool)
+                with self._spans(execution):
+                    # In a context of its own: what a handler sets there is not for the next one on this
+                    # thread.
+                    context = contextvars.copy_context()
+                    context.run(tell_log, execution)
+                    returned = context.run(handler, self._context(execution))
+                    if inspect.iscoroutine(returned):
+                        # A function that is async without looking like it, such as a wrapped one.
+                        returned = context.run(run_alone, execution, returned, self._slots.pool)
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler must not end the worker
             raised = exc
         leave_if_forked(self._pid, raised)
@@ -272,7 +275,8 @@ class Executor:
             current.set(execution)
             tell_log(execution)
             if begun:
-                returned = await awaited(execution, handler(self._context(execution)))
+                with self._spans(execution):
+                    returned = await awaited(execution, handler(self._context(execution)))
         except BaseException as exc:  # noqa: BLE001 -- neither cancellation nor SystemExit may reach the loop
             raised = exc
         leave_if_forked(self._pid, raised)

@@ -1,8 +1,8 @@
 """Connections: what they are set to, which errors pass, and that no call and no wait hangs for ever."""
 
 import datetime
-import socket
 import errno
+import socket
 import threading
 import traceback
 from collections.abc import Iterator

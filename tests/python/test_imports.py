@@ -30,6 +30,7 @@ LAYERS = {
     "broker": 3,
     "listen": 3,
     "metrics": 3,
+    "tracing": 3,
     "migrate": 3,
     "embedded": 3,
     "loading": 3,
@@ -115,7 +116,10 @@ def test_daemons_never_import_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("library", "home"),
-    [("pika", "broker"), ("yoyo", "migrate"), ("prometheus_client", "metrics"), ("starlette", "web")],
+    [
+        *(("pika", "broker"), ("yoyo", "migrate"), ("prometheus_client", "metrics")),
+        *(("starlette", "web"), ("opentelemetry", "tracing")),
+    ],
 )
 def test_library_is_imported_in_one_place(library: str, home: str) -> None:
     users = {
@@ -142,7 +146,7 @@ def test_using_the_package_imports_neither_broker_nor_migrations() -> None:
         "flowforge.Workflow, flowforge.Retry\n"
         "assert not {'psycopg', 'pika', 'yoyo', 'click', 'rich'} & sys.modules.keys()\n"
         "flowforge.Client, flowforge.Context\n"
-        "assert not {'pika', 'yoyo', 'click', 'rich'} & sys.modules.keys()\n"
+        "assert not {'pika', 'yoyo', 'click', 'rich', 'opentelemetry'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=CHECKOUT)
 

@@ -37,6 +37,21 @@ def main(dsn: str) -> int:
         return client.trigger(flow.name, {"name": "world"})
 """
 
+TRACED = """
+import time, uuid
+from opentelemetry import trace
+from flowforge import tracing
+from flowforge.config import Config
+from flowforge.worker.claim import Claim
+from flowforge.worker.execution import Execution
+
+parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+claim = Claim(1, uuid.uuid4(), 1, 1, 1, "w", "t", "h", None, None, None, None, None, 30.0, None, 30.0, parent)
+with tracing.spans(Config(tracing=True))(Execution(claim, time.monotonic(), time.monotonic())):
+    found = trace.get_current_span().get_span_context()
+    print(found.is_valid, trace.format_span_id(found.span_id))
+"""
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -152,6 +167,26 @@ def test_without_the_extra_metrics_say_how_to_get_them(plain: Installation, proj
         assert done.returncode == 3, done
         assert "pip install 'flowforge[metrics]'" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra_tracing_says_how_to_get_it(plain: Installation, project: Path) -> None:
+    nowhere = {"FLOWFORGE_DATABASE_URL": "host=nowhere.invalid"}
+    for given in ([], ["--isolation", "processes"]):
+        done = plain.run(
+            "flowforge", "worker", "jobs", "--tracing", "on", *given,
+            cwd=project, check=False, environment=nowhere,
+        )  # fmt: skip
+        assert done.returncode == 3, done
+        assert "pip install 'flowforge[otel]'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_with_the_extra_handlers_may_be_traced(wheel: Path, project: Path) -> None:
+    """By the API alone: which SDK there is to record the spans is the application's affair."""
+    installed = Installation(project / "venv", wheel, "otel")
+    (project / "traced.py").write_text(TRACED)
+    assert installed.run("python", "traced.py", cwd=project).stdout == "True b7ad6b7169203331\n"
+    assert "opentelemetry-sdk" not in installed.names
 
 
 def test_without_the_extra_the_page_says_how_to_get_it(plain: Installation, project: Path) -> None:

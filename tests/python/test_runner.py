@@ -263,7 +263,7 @@ def test_a_connection_for_which_there_is_no_descriptor_may_be_had_later(
 
     monkeypatch.setattr(psycopg, "connect", fail)
     with pytest.raises(DatabaseUnavailable, match="Too many open files"):
-        runner.connect(config, "worker")
+        runner.connect(config, "worker", runner.Stop(), (), "flowforge_worker")
 
 
 def start_fails(config: Config, written: Callable[[], list[dict[str, object]]]) -> tuple[int, str]:
