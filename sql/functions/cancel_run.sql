@@ -112,7 +112,6 @@ begin
     if v_run_ids = '{}' then
         return 0;
     end if;
-    -- What is locked is passed over, so that one session holds up no other run, and looked at the next time.
     -- Only what finished or was given back while the cancel was under way can come back in line: the longer ago that is,
     -- the more seldom is looked, since it takes a walk through the run.
     update flowforge.run r set cancel_sweep_at = v_now + least(interval '1 minute', greatest(interval '1 s', v_now - r.cancel_requested_at))
@@ -120,15 +119,20 @@ begin
     v_run_ids := array(select u.run_id from unnest(v_run_ids) u (run_id)
         where (select true from flowforge.task_run tr where tr.run_id = u.run_id and tr.state in ('pending', 'ready') limit 1));
     if not cancel_leftovers.one_by_one then
-        return flowforge._cancel_waiting(flowforge._lock_for_cancel(v_run_ids, false));
+        v_cancelled := flowforge._cancel_waiting(flowforge._lock_for_cancel(v_run_ids, false));
+    else
+        foreach v_run_id in array v_run_ids loop
+            begin
+                v_cancelled := v_cancelled + flowforge._cancel_waiting(flowforge._lock_for_cancel(array[v_run_id], false));
+            exception when others then
+                raise warning 'run % cannot be cancelled: %', v_run_id, sqlerrm;
+            end;
+        end loop;
     end if;
-    foreach v_run_id in array v_run_ids loop
-        begin
-            v_cancelled := v_cancelled + flowforge._cancel_waiting(flowforge._lock_for_cancel(array[v_run_id], false));
-        exception when others then
-            raise warning 'run % cannot be cancelled: %', v_run_id, sqlerrm;
-        end;
-    end loop;
+    -- What was locked has been passed over, so that one session holds up no other run, and is looked at soon.
+    update flowforge.run r set cancel_sweep_at = v_now + interval '1 s'
+    where r.run_id = any (v_run_ids)
+        and (select true from flowforge.task_run tr where tr.run_id = r.run_id and tr.state in ('pending', 'ready') limit 1);
     return v_cancelled;
 end
 $$;

@@ -54,9 +54,12 @@ create or replace function flowforge.configure_queue(queue text, window_size big
 returns boolean
 language plpgsql volatile security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set jit = off
 as $$
 declare
-    v_now timestamptz := flowforge._clock();
+    v_now timestamptz;
     v_ids bigint[];
     v_queue_id bigint := flowforge._queue_id(configure_queue.queue);
     v_delay interval := case when configure_queue.redispatch_delay is not null
@@ -74,6 +77,7 @@ begin
     if not found then
         return false;
     end if;
+    v_now := flowforge._clock();
     -- What is dispatched already need not wait for longer either. What is locked is being claimed or moved.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.queue_id = v_queue_id and tr.stage = 'dispatched' and tr.redispatch_at > v_now + v_delay

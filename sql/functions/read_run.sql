@@ -20,7 +20,7 @@ begin
                 where tr.task_run_id = any (x.last)) end,
             case when r.finished_at is not null then (
                 select coalesce(jsonb_object_agg(t.name,
-                    case when x.error_bytes <= flowforge._limit('max_claim_bytes') then coalesce(tr.error, '') else left(tr.error, 200) end), '{}')
+                    case when x.error_bytes <= flowforge._limit('max_claim_bytes') then coalesce(tr.error, '') else coalesce(left(tr.error, 200), '') end), '{}')
                 from flowforge.task_run tr
                 cross join lateral (select t.name from flowforge.task t where t.task_id = tr.task_id limit 1) t
                 where tr.task_run_id = any (x.failed)) end

@@ -57,7 +57,7 @@ begin
     if v_ids = '{}' then
         return 0;
     end if;
-    select coalesce(array_agg(u.queue_id) filter (where v_room ? u.name), '{}'),
+    select coalesce(array_agg(u.queue_id) filter (where v_room ? u.name or u.queue_id = any (v_running)), '{}'),
         coalesce(array_agg(u.queue_id) filter (where not (v_room ->> u.name)::boolean), '{}')
     into v_served, v_full
     from (select d.queue_id, (select q.name from flowforge.queue q where q.queue_id = d.queue_id) as name
@@ -91,7 +91,7 @@ begin
 end
 $$;
 comment on function flowforge.redispatch_lost(bigint) is
-    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times; in a queue that no live worker has announced up to a day; an hour at least while all announced workers are full), or have no order at all. Answers how many; max_rows when there may be more to look at. Raises WF001.';
+    'Arms ready task runs again, under the same dispatch id, that were published but not claimed within the delay of their queue (doubling up to 32 times; in a queue that no live worker has announced, and of which nothing runs, up to a day; an hour at least while all announced workers are full), or have no order at all. Answers how many; max_rows when there may be more to look at. Raises WF001.';
 
 create or replace function flowforge.redispatch(queue text) returns bigint
 language plpgsql volatile security definer

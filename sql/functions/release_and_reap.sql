@@ -186,7 +186,7 @@ comment on function flowforge.release_task_run(bigint, bigint, text) is
 -- Of the release before, with other columns.
 drop function if exists flowforge._tick_reaper();
 
-create or replace function flowforge._store_tick() returns tstzmultirange
+create or replace function flowforge._store_tick(out v_ends timestamptz[], out v_needs interval[])
 language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
@@ -213,32 +213,24 @@ begin
     set reaper_ticked_at = v_now, gaps = v_gaps,
         reaper_period = greatest(case when v_is_gap then '0' else v_since end, v_last.period * 0.9, '0')
     where s.one_row;
-    return v_gaps;
+
+    -- A lease has its own length anew from the end of the gap in which it ran out, in which later gaps do not count; where
+    -- there are ever more of them, three lengths of any time will do. So those are spared that are longer than this.
+    select array_agg(g.ended order by g.ended), array_agg(greatest(v_now - g.ended - g.later, (v_now - g.ended) / 3) order by g.ended)
+    into v_ends, v_needs
+    from (
+        select upper(u.gap) as ended, coalesce(sum(upper(u.gap) - lower(u.gap)) over (
+            order by u.gap desc rows between unbounded preceding and 1 preceding), '0') as later
+        from unnest(v_gaps) u (gap)) g;
+    if cardinality(v_ends) = 20 then
+        -- What ran out before all of them has been spared for one that is forgotten.
+        v_ends := lower(v_gaps) - interval '3 s' || v_ends;
+        v_needs := interval '1000 years' || v_needs;
+    end if;
 end
 $$;
 comment on function flowforge._store_tick() is
-    'Stores a tick of the reaper and answers when there were none, in the last twenty gaps of more than 10 s. Holds the scheduler''s row: reapers come one at a time.';
-
-create or replace function flowforge._is_spared(
-    p_lease_expires_at timestamptz, p_lease_length interval, p_gaps tstzmultirange, p_now timestamptz) returns boolean
-language plpgsql immutable
-set search_path = pg_catalog, pg_temp
-as $$
-declare
-    v_since timestamptz;
-begin
-    -- The end of the gap in which it ran out; of the last one, for what ran out after it.
-    v_since := coalesce((select min(upper(u.gap)) from unnest(p_gaps) u (gap) where upper(u.gap) >= p_lease_expires_at), upper(p_gaps));
-    -- Its own length from then on, in which later gaps do not count; where there are ever more of them, three lengths of any
-    -- time will do.
-    return p_now < v_since + 3 * p_lease_length
-        and p_now - v_since - (
-            select coalesce(sum(upper(u.gap) - lower(u.gap)), '0') from unnest(p_gaps * tstzmultirange(tstzrange(v_since, p_now))) u (gap))
-            < p_lease_length;
-end
-$$;
-comment on function flowforge._is_spared(timestamptz, interval, tstzmultirange, timestamptz) is
-    'Whether the owner of an expired lease has yet to be given time to renew it, since nobody ticked for a while: the lease''s own length from the end of that gap. Null: there was no gap.';
+    'Stores a tick of the reaper, and answers which leases its last twenty gaps of more than 10 s spare: what ran out by v_ends[i], and by none before it, if its length is more than v_needs[i]; what ran out later, as by the last. Holds the scheduler''s row: reapers come one at a time.';
 
 create or replace function flowforge.reap_expired_leases(max_rows bigint default 500, one_by_one boolean default false) returns bigint
 language plpgsql volatile security definer
@@ -248,29 +240,32 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
-    v_gaps tstzmultirange;
+    v_spared record;
     v_now timestamptz;
     v_ids bigint[];
     v_reaped bigint := 0;
     v_task_run_id bigint;
 begin
     perform flowforge._check_count('max_rows', reap_expired_leases.max_rows);
-    v_gaps := flowforge._store_tick();
+    v_spared := flowforge._store_tick();
     v_now := flowforge._clock();
     -- While nobody reaped, the database or the network may have been away, and workers could not renew: whoever held a
-    -- lease has its own length anew, once, but not past its time limit. One by one, others come each time, lest those that raise are always the same.
+    -- lease has its own length anew, once, but not past its time limit.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.lease_expires_at <= v_now
-            and (flowforge._is_spared(tr.lease_expires_at, tr.lease_length, v_gaps, v_now) is not true or tr.deadline <= v_now)
-        order by case when reap_expired_leases.one_by_one then random() end, tr.lease_expires_at
-        limit reap_expired_leases.max_rows for no key update skip locked);
+            and ((tr.lease_length > v_spared.v_needs[least(cardinality(v_spared.v_ends),
+                    width_bucket(tr.lease_expires_at - interval '1 microsecond', v_spared.v_ends) + 1)]) is not true
+                or tr.deadline <= v_now)
+        order by tr.lease_expires_at
+        limit case when not reap_expired_leases.one_by_one then reap_expired_leases.max_rows end for no key update skip locked);
     if v_ids = '{}' then
         return 0;
     end if;
     if not reap_expired_leases.one_by_one then
         v_reaped := flowforge._reap(v_ids, v_now);
     else
-        foreach v_task_run_id in array v_ids loop
+        -- In no order, lest those that raise are always the first.
+        for v_task_run_id in select u.task_run_id from unnest(v_ids) u (task_run_id) order by random() limit reap_expired_leases.max_rows loop
             begin
                 v_reaped := v_reaped + flowforge._reap(array[v_task_run_id], v_now);
             exception when others then

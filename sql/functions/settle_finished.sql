@@ -302,16 +302,19 @@ declare
     v_task_run_id bigint;
 begin
     perform flowforge._require_read_committed('expand_map');
+    if not expand_map.one_by_one then
+        return flowforge._expand((
+            select c.task_run_id
+            from (select tr.task_run_id, tr.run_id from flowforge.task_run tr where tr.stage = 'expand' order by tr.task_run_id) c
+            cross join lateral (select r.run_id from flowforge.run r where r.run_id = c.run_id for no key update skip locked) l
+            limit 1));
+    end if;
+    -- In no order, lest those that raise are always the first.
     v_ids := array(
         select c.task_run_id
-        from (select tr.task_run_id, tr.run_id from flowforge.task_run tr where tr.stage = 'expand'
-              -- One by one, others come each time, lest those that raise are always the same.
-              order by case when expand_map.one_by_one then random() end, tr.task_run_id) c
+        from (select tr.task_run_id, tr.run_id from flowforge.task_run tr where tr.stage = 'expand' order by random()) c
         cross join lateral (select r.run_id from flowforge.run r where r.run_id = c.run_id for no key update skip locked) l
-        limit case when expand_map.one_by_one then 100 else 1 end);
-    if not expand_map.one_by_one then
-        return flowforge._expand(v_ids[1]);
-    end if;
+        limit 100);
     foreach v_task_run_id in array v_ids loop
         begin
             return flowforge._expand(v_task_run_id);

@@ -26,9 +26,7 @@ _TABLE = re.compile(
 )
 _WRITE = re.compile(r"\b(?:insert into|update|delete from) flowforge\.|pg_advisory")
 _CALL = re.compile(r"\bflowforge\.(\w+)\(")
-_UNPAUSED = re.compile(
-    r"_wake_|_check_|_require_|_window|_redispatch_delay|_sample_pace|_known_workers|_is_spared"
-)
+_UNPAUSED = re.compile(r"_wake_|_check_|_require_|_window|_redispatch_delay|_sample_pace|_known_workers")
 
 _FUNCTION = re.compile(
     r"^create or replace function flowforge\.(?P<name>\w+)\((?:(?!^create ).)*?"

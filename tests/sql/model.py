@@ -208,10 +208,10 @@ class Model:
             else:
                 self._give_back(run, row, timedelta(seconds=1), timedelta(seconds=60))
                 row.unknown_since = since
-                if row.state == "ready":
-                    row.start_by = row.start_by_claimed  # nobody has begun it
         else:
             self._give_back(run, row, timedelta(), timedelta(), counted=reason == "crashed")
+        if reason in ("unstarted", "unknown_handler") and row.state == "ready":
+            row.start_by = row.start_by_claimed  # nobody has begun it
         return "released" if row.state == "ready" else row.state
 
     def _give_back(
@@ -255,11 +255,12 @@ class Model:
         assert row.lease_end is not None
         spared = False
         if self.gaps:
-            begun = min(row.lease_end, self.gaps[-1][1])
-            without = sum(
-                (max(end - max(start, begun), timedelta()) for start, end in self.gaps), timedelta()
-            )
-            spared = row.lease > self.now - begun - without
+            self.gaps = self.gaps[-20:]
+            since = min((end for _, end in self.gaps if end >= row.lease_end), default=self.gaps[-1][1])
+            later = sum((end - start for start, end in self.gaps if end > since), timedelta())
+            spared = self.now - since - later < row.lease and self.now - since < 3 * row.lease
+            if len(self.gaps) == 20 and row.lease_end <= self.gaps[0][0] - timedelta(seconds=3):
+                spared = False  # it has been, for one that is forgotten
         over = row.deadline is not None and row.deadline <= self.now
         return row.lease_end <= self.now and (over or not spared)
 

@@ -47,7 +47,8 @@ PATHS = {
     "cancel_leftovers": (
         "run_cancelling() run_pkey(run_id) task_dependency_downstream(upstream_task_id) "
         "task_pkey(task_id) task_run_of_run(run_id) task_run_of_run(run_id,task_id,map_index) "
-        "task_run_pkey(task_run_id) update:run_pkey(run_id) update:task_run_of_run(run_id,map_index) "
+        "task_run_pkey(task_run_id) update:run_pkey(run_id) update:task_run_of_run(run_id) "
+        "update:task_run_of_run(run_id,map_index) "
         "update:task_run_pkey(task_run_id)"
     ),
     "cancel_run": (

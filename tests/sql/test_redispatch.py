@@ -27,7 +27,7 @@ def test_a_message_unclaimed_for_too_long_is_published_again(engine: Engine) -> 
     assert [engine.claim(order).outcome for order in (second, first)] == ["claimed", "running"]
 
 
-def gaps(engine: Engine, times: int, *, served: bool = False) -> list[int]:
+def gaps(engine: Engine, times: int, *, served: bool = False, paceless: bool = False) -> list[int]:
     """Seconds between the times that a message is published again."""
     found = []
     for _ in range(times):
@@ -38,6 +38,8 @@ def gaps(engine: Engine, times: int, *, served: bool = False) -> list[int]:
         while not engine.call("redispatch_lost"):
             engine.advance("30 s")
             gap += 30
+            if paceless:
+                engine.rows("update flowforge.queue set drain_rate = null")
             if served:
                 engine.call("announce_worker", "worker", ["default"], 1)
         found.append(gap)
@@ -217,15 +219,24 @@ def test_a_large_window_of_what_is_not_lost_hides_no_other_queue(engine: Engine)
     engine.trigger("other")
     engine.schedule()
     publish(engine)
+    # Due first of all, though the last that was made.
+    engine.rows(
+        """update flowforge.task_run set redispatch_at = redispatch_at - interval '1 s'
+            where queue_id = (select queue_id from flowforge.queue where name = 'other')"""
+    )
+    armed = "select array_agg(queue) from flowforge.outbox where published_at is null"
     for _ in range(10):
         engine.call("announce_worker", "worker", ["default"], 1)
         engine.call("announce_worker", "idle", ["other"], 1)
         engine.advance("10 s")
+        engine.call("redispatch_lost", 3)
+        due = engine.value(
+            "select flowforge._clock() >= min(ready_at) + interval '30 s' from flowforge.task_run"
+        )
+        assert engine.value(armed) == (["other"] if due else None)
         while engine.call("redispatch_lost", 3):  # as a scheduler does
             pass
         assert engine.rows("select * from flowforge.violations()") == []
-    armed = "select array_agg(queue) from flowforge.outbox where published_at is null"
-    assert engine.value(armed) == ["other"]
 
 
 def test_a_shorter_delay_holds_for_what_is_dispatched_already(engine: Engine) -> None:
@@ -244,6 +255,17 @@ def test_who_has_not_been_seen_for_minutes_serves_no_queue(engine: Engine) -> No
     engine.start(task("a"))
     engine.call("announce_worker", "worker", ["default"], 1)
     assert gaps(engine, 8) == [30, 60, 120, 240, 480, 960, 1920, 3840]
+
+
+def test_who_runs_something_of_a_queue_serves_it_unannounced(engine: Engine) -> None:
+    """Announcing is optional: what is lost in a queue that is served is not waited for up to a day."""
+    engine.start(task("long", lease=86_400), task("a"))
+    engine.claim_next(1)
+    found = []
+    for _ in range(8):
+        engine.rows("update flowforge.queue set drain_rate = null")  # the pace is another matter
+        found += gaps(engine, 1, paceless=True)
+    assert found[-4:] == [480, 960, 960, 960]
 
 
 def test_an_operator_arms_a_whole_queue_at_once(engine: Engine) -> None:

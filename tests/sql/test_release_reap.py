@@ -389,8 +389,14 @@ def test_a_scheduler_that_always_ticks_slowly_still_reaps(engine: Engine) -> Non
 
 @pytest.mark.parametrize(
     ("lease", "ticks", "pause", "hours"),
-    [(30, 10, "11 s", 0.1), (3600, 60, "50 minutes", 6)],
-    ids=["every few seconds", "at each deploy"],
+    [
+        (30, 10, "11 s", 0.1),
+        (3600, 60, "50 minutes", 6),
+        (3600, 60, "11 s", 5),
+        (600, 2, "60 s", 1),
+        (86400, 20, "1 hour", 80),
+    ],
+    ids=["every few seconds", "at each deploy", "stalls", "failovers", "by a timer"],
 )
 def test_gaps_that_come_again_and_again_spare_nobody_for_ever(
     engine: Engine, lease: int, ticks: int, pause: str, hours: float
