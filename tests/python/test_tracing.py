@@ -34,13 +34,13 @@ class Traces:
 
     def __init__(self) -> None:
         self.provider = TracerProvider()
-        self._memory = InMemorySpanExporter()
-        self.provider.add_span_processor(SimpleSpanProcessor(self._memory))
+        self.memory = InMemorySpanExporter()
+        self.provider.add_span_processor(SimpleSpanProcessor(self.memory))
         self.tracer = self.provider.get_tracer("test")
 
     def spans(self) -> dict[str, ReadableSpan]:
         """Those that have ended, by name, which each has for itself."""
-        found = self._memory.get_finished_spans()
+        found = self.memory.get_finished_spans()
         assert len({each.name for each in found}) == len(found)
         return {each.name: each for each in found}
 
@@ -177,10 +177,35 @@ def test_without_a_traceparent_that_can_be_read_a_trace_begins(
     assert parent_of(span) == ""
 
 
+def test_what_is_claimed_together_belongs_to_its_own_trace(
+    bench: Bench, traces: Traces, client: Client
+) -> None:
+    workflow = Workflow("w")
+    workflow.task(name="only")(lambda _: None)
+    bench.define(workflow)
+    runs = {}
+    for name in ("one", "two", "three"):
+        with traces.tracer.start_as_current_span(name):
+            runs[client.trigger(workflow)] = name
+    wait_until(
+        lambda: bench.one("select count(*) from flowforge.task_run where state = 'ready'") == 3, "dispatch"
+    )
+    with bench.worker(workflow, tracing=True):
+        bench.wait_run(*runs)
+    found = traces.memory.get_finished_spans()
+    triggers = {each.name: identity(each) for each in found if each.name in runs.values()}
+    handlers = [each for each in found if each.name == "w.only"]
+    assert len(handlers) == 3
+    for each in handlers:
+        run: Any = (each.attributes or {})["flowforge.run_id"]
+        assert parent_of(each) == triggers[runs[run]]
+
+
 def test_a_handler_that_is_told_to_stop_says_so(traces: Traces) -> None:
     execution = an_execution()
     with tracing.spans(Config(tracing=True))(execution):
         execution.stop(StopReason.TIME_LIMIT)
+    assert not trace.get_current_span().get_span_context().is_valid
     assert (traces.spans()["h"].attributes or {})["flowforge.stop_reason"] == "time_limit"
 
 
@@ -309,4 +334,4 @@ def test_off_it_makes_neither_spans_nor_calls(
         sum(f"flowforge.{name}(" in each for each in asked) for name in ("traceparents", "claim_next")
     )
     assert claims > 0
-    assert (calls > 0, len(traces._memory.get_finished_spans())) == ((True, 4) if on else (False, 0))
+    assert (calls > 0, len(traces.memory.get_finished_spans())) == ((True, 4) if on else (False, 0))
