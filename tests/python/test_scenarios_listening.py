@@ -13,12 +13,13 @@ from tests.services.pgbouncer import PgBouncer
 from tests.services.postgres import Connection, PostgresServer
 from tests.services.process import wait_until
 
-# Nothing is found soon but by notification: the scheduler looks by itself every ten seconds, the others
+# Nothing is found soon but by notification: the scheduler looks by itself every five seconds, the others
 # hardly ever.
 ONLY_NOTIFIED = {
     "FLOWFORGE_POLL_INTERVAL": "600",
-    "FLOWFORGE_REAP_INTERVAL": "10",
+    "FLOWFORGE_REAP_INTERVAL": "5",
     "FLOWFORGE_RECOVER_INTERVAL": "3600",
+    "FLOWFORGE_SWEEP_INTERVAL": "3600",
 }
 
 
@@ -41,15 +42,15 @@ def by(path: Proxy, db: Database) -> str:
     return make_conninfo(db.server.dsn(db.name, tcp=True), port=path.port)
 
 
-def run_in_turn(cluster: Cluster) -> None:
-    """Runs, each after the other's end: a scheduler that is not told of their tasks and of what these have
-    done needs longer for five than is waited for."""
+def run_in_turn(cluster: Cluster, count: int) -> None:
+    """Runs, each after the other's end. A task ends when the scheduler is asleep: one that nobody wakes needs
+    longer for twenty than is waited for, and a publisher or worker like that for one."""
     runs: list[int] = []
 
     def done() -> bool:
         if not runs or cluster.run_state(runs[-1]) == "succeeded":
-            runs.append(cluster.trigger("one"))
-        return len(runs) > 5
+            runs.append(cluster.trigger("one", {"work": {"sleep": 0.15}}))
+        return len(runs) > count
 
     wait_until(done, "runs in turn")
     assert cluster.wait_ended(runs[-1]) == ["succeeded"]
@@ -64,10 +65,10 @@ def test_hd_23_listeners_terminated(either: Cluster, path: Proxy) -> None:
     listeners = ("scheduler listen", "publisher listen" if cluster.broker else "worker claim")
     if cluster.broker:
         cluster.wait_declared()
-    run_in_turn(cluster)
+    run_in_turn(cluster, 1)
     before = cluster.sessions()
     cluster.terminate(*listeners)
-    run_in_turn(cluster)
+    run_in_turn(cluster, 3 if cluster.broker else 20)
     after = cluster.sessions()
     for name in listeners:
         assert after[name].isdisjoint(before[name])
