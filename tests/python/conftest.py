@@ -1,11 +1,13 @@
 """Fixtures of the tests of daemons: an engine on a fresh database, with either delivery."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.python.cluster import Cluster
+from tests.python.slots import Slots
 from tests.python.workbench import Bench, LossyProxy
 from tests.services.database import Database
 from tests.services.rabbitmq import Broker, RabbitServer
@@ -59,3 +61,17 @@ def proxy(db: Database) -> Iterator[LossyProxy]:
     proxy = LossyProxy(db.dsn)
     yield proxy
     proxy.close()
+
+
+@pytest.fixture
+def slots() -> Iterator[Callable[..., Slots]]:
+    """Makes executors; they are closed after the test."""
+    made: list[Slots] = []
+
+    def make(count: int = 2, **handlers: Callable[[Any], Any]) -> Slots:
+        made.append(Slots(count, **handlers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.executor.close()

@@ -14,7 +14,7 @@ from flowforge.worker.execution import Finish, Release, Report, StopReason
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session, Unanswered
-from tests.python.test_execution import an_execution
+from tests.python.slots import an_execution
 from tests.services.process import wait_until
 
 

@@ -17,24 +17,11 @@ from flowforge.config import Config
 from flowforge.worker import child
 from flowforge.worker.execution import Finish, StopReason
 from flowforge.worker.pool import MOST_THREADS
-from tests.python.test_execution import Slots, an_execution
+from tests.python.slots import Slots, an_execution
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
 
 tenant: contextvars.ContextVar[str | None] = contextvars.ContextVar("tenant", default=None)
-
-
-@pytest.fixture
-def slots() -> Iterator[Callable[..., Slots]]:
-    made: list[Slots] = []
-
-    def make(count: int, **handlers: Callable[[Any], Any]) -> Slots:
-        made.append(Slots(count, **handlers))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.executor.close()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from flowforge.worker.daemon import Worker, handlers_of
 from flowforge.worker.execution import Execution, Finish
 from tests.python import isolated_flows as flows
 from tests.python.cluster import PROGRAM, Process
-from tests.python.test_execution import an_execution
+from tests.python.slots import an_execution
 from tests.python.workbench import Bench, RunningWorker
 from tests.services.process import has_ended, wait_for_end, wait_until
 

@@ -21,7 +21,7 @@ from flowforge.config import Config
 from flowforge.worker.execution import StopReason
 from flowforge.worker.session import Session
 from tests.python import traced_flows as flows
-from tests.python.test_execution import an_execution
+from tests.python.slots import an_execution
 from tests.python.workbench import Bench
 from tests.services.database import Database
 from tests.services.process import wait_until

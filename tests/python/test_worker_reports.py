@@ -26,7 +26,7 @@ from flowforge.worker.executor import _judged
 from flowforge.worker.finishing import Finisher
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session
-from tests.python.test_execution import an_execution
+from tests.python.slots import an_execution
 from tests.python.workbench import Bench
 from tests.services.process import wait_until
 
