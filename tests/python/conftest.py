@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
+from flowforge import Client
+from flowforge.config import Config
 from tests.python.cluster import Cluster
+from tests.python.orders import flow
+from tests.python.running import running
+from tests.python.shell import Shell
 from tests.python.slots import Slots
 from tests.python.workbench import Bench, LossyProxy
 from tests.services.database import Database
@@ -75,3 +80,18 @@ def slots() -> Iterator[Callable[..., Slots]]:
     yield make
     for each in made:
         each.executor.close()
+
+
+@pytest.fixture
+def shell(db: Database) -> Shell:
+    """Commands against a database that knows the workflow "orders", where nothing runs it."""
+    with Client(db.dsn) as client:
+        client.define(flow)
+    return Shell(db.dsn)
+
+
+@pytest.fixture
+def live(db: Database, shell: Shell) -> Iterator[Shell]:
+    """The same, with everything running."""
+    with running(Config(database_url=db.dsn), flow):
+        yield shell

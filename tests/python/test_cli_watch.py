@@ -1,0 +1,203 @@
+"""What is shown of a run while it is under way: in a pipe, as JSON, and on a terminal."""
+
+import json
+import re
+import threading
+from datetime import timedelta
+from typing import Any
+
+from flowforge import Client, Workflow, exits
+from flowforge.cli.common import duration
+from flowforge.cli.watch import Changes, change_line, snapshot, snapshots
+from flowforge.config import Config
+from tests.python.orders import ESCAPES, fails_at_first, glad, on_terminal, sad, work
+from tests.python.running import running
+from tests.python.shell import Shell
+from tests.services.database import Clock, Database
+from tests.services.process import wait_until
+
+
+def test_watch_tells_changes_until_the_end(live: Shell) -> None:
+    live("trigger", "orders")
+    lines = live("watch", 1).stdout.splitlines()
+    assert re.fullmatch(r"run 1 of orders: succeeded after .*", lines[-1])
+    events = live.documents("watch", 1)
+    assert [event["task"] for event in events if event["event"] == "task"] == ["fetch", "price", "total"]
+    assert events[-1]["event"] == "run"
+    assert events[-1]["state"] == "succeeded"
+
+
+def test_watch_tells_the_progress_of_a_map(shell: Shell, db: Database) -> None:
+    """Told while it goes on: the run is brought half way through by hand, then to its end."""
+    shell("trigger", "orders", "-i", '{"count": 10}')
+    with db.connect() as connection:
+
+        def step(how_many: int) -> None:
+            for call in ("settle_finished()", "expand_map()", "dispatch_ready()"):
+                connection.execute(f"select flowforge.{call}")
+            connection.execute(
+                "select flowforge.finish_task_run(c.task_run_id, c.fencing_token, 'succeeded', %s::jsonb) "
+                "from flowforge.claim_next('{default}', 'w', gen_random_uuid(), '1 min', %s) c",
+                ["[1,2,3,4,5,6,7,8,9,10]", how_many],
+            )
+
+        step(1)
+        step(5)
+        events: list[dict[str, Any]] = []
+        watching = threading.Thread(target=lambda: events.extend(shell.documents("watch", 1)))
+        query = (
+            "select from pg_stat_activity where datname = current_database() and state = 'idle' "
+            "and application_name = 'flowforge cli' and query like '%map_index is null%'"
+        )
+        watching.start()
+        wait_until(lambda: connection.execute(query).rowcount > 0, "the first look")
+        step(5)
+        step(1)
+        connection.execute("select flowforge.settle_finished()")
+        watching.join()
+    progress = [event for event in events if event["event"] == "progress"]
+    assert progress[0]["fraction"] == 0.5
+    assert (progress[0]["task"], progress[0]["done"], progress[0]["total"]) == ("price", 5, 10)
+    assert events[-1]["state"] == "succeeded"
+
+
+def test_watch_tells_what_a_handler_says_of_its_progress(shell: Shell, db: Database) -> None:
+    """At every tenth, and each new message at one place: a phase. Not each of many messages on the way."""
+    shell("trigger", "orders")
+    changes = Changes()
+    with db.connect() as connection:
+
+        def told(fraction: float, message: str | None) -> list[str]:
+            connection.execute("select flowforge.report_progress(1, 1, %s, %s)", (fraction, message))
+            found = list(changes.since(snapshot(connection, 1)))
+            assert all(each.get("message", message) == message for each in found)
+            return [change_line(each) for each in found if each["event"] == "progress"]
+
+        connection.execute("select flowforge.dispatch_ready()")
+        connection.execute("select flowforge.claim_next('{default}', 'w1', gen_random_uuid(), '1 min')")
+        assert told(0, "looking\nfor it") == ["fetch: 0% looking for it"]
+        assert told(0, "looking\nfor it") == []
+        assert told(0, "found it") == ["fetch: 0% found it"]
+        assert told(0.01, "row 1") == []
+        assert told(0.25, "row 25") == ["fetch: 25% row 25"]
+        assert told(0.5, None) == ["fetch: 50%"]
+
+
+def test_watch_of_a_failure_and_of_one_without_end(live: Shell) -> None:
+    live("trigger", "orders", "-i", '{"bad": 0}', "-w", code=1)
+    assert live.documents("watch", 1, code=exits.EXIT_FAILED)[-1]["state"] == "failed"
+    live("trigger", "orders", "--delay", "1h")
+    assert "goes on" in live("watch", 2, "--timeout", "0.1", code=exits.EXIT_TIMEOUT).stderr
+
+
+def test_a_pipe_is_told_what_is_waited_for(shell: Shell, db: Database) -> None:
+    """Of what has stayed for a while, once; nothing of tasks that wait for others."""
+    shell("trigger", "orders")
+    clock = [0.0]
+    changes = Changes(now=lambda: clock[0])
+    with db.connect() as connection:
+
+        def told() -> list[str]:
+            lines = [change_line(change) for change in changes.since(snapshot(connection, 1))]
+            return [line for line in lines if "waits: " in line]
+
+        def stays() -> list[str]:
+            first = told()
+            clock[0] += 10
+            return first + told() + told()
+
+        assert stays() == ["fetch: waits: for a scheduler: none is running"]
+        connection.execute("select flowforge.pause_queue('default')")
+        assert stays() == ["fetch: waits: queue default is paused"]
+        connection.execute("select flowforge.resume_queue('default'), flowforge.dispatch_ready()")
+        assert stays() == ["fetch: waits: for a worker of queue default"]
+        work(connection, "succeeded", "[1, 2, 3]")
+        connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        connection.execute("select flowforge.dispatch_ready()")
+        assert stays() == ["price: waits: for a worker of queue default"], "as all of its elements do"
+
+
+def test_watch_tells_failed_attempts(db: Database, clock: Clock) -> None:
+    """Those that another one follows, which no state tells. Of a map's elements a few, then their number."""
+    fails_at_first(db, delay=0, elements=30)
+    with Client(db.dsn) as client, db.connect() as connection:
+        run = client.trigger("shaky", list(range(30)))
+        changes, looks = Changes(), snapshots(connection, run)
+
+        def told() -> list[str]:
+            found = changes.since(next(looks))
+            return [change_line(each) for each in found if each["event"] in ("attempt", "repetitions")]
+
+        assert told() == []
+        work(connection, "failed", "no luck\nat all")
+        assert told() == ["solo: attempt 1 failed: no luck"]
+        assert told() == []
+        work(connection, "crashed")
+        assert re.fullmatch(r"solo: attempt 2 crashed: [^\n]+", "\n".join(told()))
+        clock.advance("1 min")
+        work(connection, "succeeded", json.dumps(list(range(30))))
+        connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        assert told() == []
+        work(connection, "failed", "no", how_many=3)
+        assert [re.sub(r"\d+", "N", line) for line in told()] == ["each[N]: attempt N failed: no"] * 3
+        work(connection, "failed", "no", how_many=27)
+        lines = told()
+        assert len(lines) == 3
+        assert lines[-1] == "each: 30 attempts at elements have failed or were lost so far"
+
+
+def test_watch_begins_with_the_attempts_whose_successors_wait(db: Database) -> None:
+    """And leaves out those before them. How long that takes is told."""
+    fails_at_first(db, delay=3600)
+    shell = Shell(db.dsn)
+    shell("trigger", "shaky")
+    with db.connect() as connection:
+        work(connection, "crashed")
+        work(connection, "failed", "no luck")
+    lines = shell("watch", 1, "--timeout", "0", code=exits.EXIT_TIMEOUT).stdout.splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"solo: attempt 1 failed: no luck; again in .*(h|min).*", lines[1])
+
+
+# -- terminals
+
+
+def test_terminal_has_colours_unless_told_otherwise(live: Shell) -> None:
+    live("trigger", "orders", "-w")
+    for command in (["runs"], ["show", "1"], ["watch", "1"]):
+        coloured = on_terminal(live, *command)
+        assert "\x1b[32m✔ succeeded" in coloured
+        plain = on_terminal(live, *command, NO_COLOR="1")
+        assert "✔ succeeded" in plain
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", plain)
+    assert "\x1b[" not in on_terminal(live, "runs", "--json")
+
+
+def test_live_picture_ends_with_the_run(live: Shell) -> None:
+    picture = ESCAPES.sub("", on_terminal(live, "trigger", "orders", "--input", '{"count": 40}', "--wait"))
+    last = picture.rpartition("run 1")[2]
+    assert re.search(r"✔ succeeded +price +━+ +40 of 40", last)
+    assert "total: 780" in last
+
+
+def test_live_picture_of_many_tasks_fits_the_terminal(db: Database) -> None:
+    """The tasks that tell most are shown, such as a failure, and the rest in numbers."""
+    wide = Workflow("wide")
+    for number in range(50):
+        wide.task(name=f"t{number}", after=[] if number % 10 else ["t1"] * (number > 0))(
+            sad if number == 33 else glad
+        )
+    with running(Config(database_url=db.dsn), wide):
+        picture = ESCAPES.sub("", on_terminal(Shell(db.dsn), "trigger", "wide", "--wait", LINES="20"))
+    last = picture.rpartition("run 1")[2]
+    assert "✖ failed     t33" in last
+    assert re.search(r"… and \d+ more tasks: \d+ succeeded", last)
+    assert sum("succeeded  t" in line for line in last.splitlines()) < 20
+
+
+def test_durations_read_well() -> None:
+    told = [
+        duration(timedelta(seconds=each)) for each in (0.0123, 0.9996, 59.94, 59.96, 3599.6, 86399, 90000)
+    ]
+    assert told == ["12 ms", "1.0 s", "59.9 s", "1 min 00 s", "1 h 00 min", "23 h 59 min", "1 d 01 h"]
+    assert duration(None) is None
