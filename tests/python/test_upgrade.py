@@ -197,7 +197,7 @@ class Fleet:
 
 
 @pytest.mark.parametrize("delivery", ["rabbitmq", "postgresql"])
-def test_the_last_releases_daemons_go_on_through_an_upgrade(
+def test_hd_35_the_last_releases_daemons_go_on_through_an_upgrade(
     request: pytest.FixtureRequest, old: Database, released: Installation, project: Path, delivery: str
 ) -> None:
     """Work is under way when five migrators of this checkout come at once; the daemons of the last release
@@ -275,7 +275,7 @@ def test_released_migrations_are_as_they_were_and_changes_have_a_version_of_thei
     assert version[0] + changed == SCHEMA_VERSION
 
 
-def test_this_releases_daemons_refuse_the_last_ones_schema(old: Database, project: Path) -> None:
+def test_hd_35_this_releases_daemons_refuse_the_last_ones_schema(old: Database, project: Path) -> None:
     version = SCHEMA_VERSION - 1
     with old.connect() as conn:
         # What it is already, but right after a release, when nothing in sql/ has changed yet.
