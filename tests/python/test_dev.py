@@ -149,14 +149,20 @@ def test_what_needs_no_particular_postgresql_runs_once_and_the_rest_on_each_vers
     monkeypatch.setattr(dev, "pytest_on", start)
     codes = dev.run_tests(["18", "15"], [])
     assert codes == {"PostgreSQL 18": 0, "PostgreSQL 15": 0, "whatever PostgreSQL": 0}
-    modules = {f"tests/{name}.py" for name in dev.ONCE}
-    left_out = {f"--ignore={module}" for module in modules}
-    assert started == [("18", left_out), ("15", left_out), ("18", modules)]
-    for module in modules - {f"tests/{name}.py" for name in dev.WHATEVER_POSTGRESQL}:
+    (_, on_18), (_, on_15), (_, whatever) = started
+    assert [version for version, _ in started] == ["18", "15", "18"]
+    assert whatever == {f"tests/{name}.py" for name in dev.ONCE}
+    left_out = {f"--ignore={module}" for module in whatever}
+    assert on_18 == left_out | {f"--ignore=tests/{name}.py" for name in dev.ONCE_ON["15"]}
+    assert on_15 == left_out | {f"--ignore=tests/{name}.py" for name in dev.ONCE_ON["18"]}
+    for arguments in (on_18, on_15, whatever):
+        for argument in arguments:
+            assert (CHECKOUT / argument.removeprefix("--ignore=")).exists(), argument
+    for module in (f"tests/{name}.py" for name in dev.WITHOUT_POSTGRESQL):
         text = (CHECKOUT / module).read_text()
         named = re.search(r'binaries\("\d+"\)', text)
         assert named or not re.search(r"\b(Database|PostgresServer|Bench|Cluster)\b", text), module
-    for versions, arguments in ((["15"], []), (["18", "15"], ["-k", "claim"])):
+    for versions, given in ((["15"], []), (["18", "15"], ["-k", "claim"])):
         started.clear()
-        dev.run_tests(versions, arguments)
-        assert started == [(version, set(arguments)) for version in versions]
+        dev.run_tests(versions, given)
+        assert started == [(version, set(given)) for version in versions]

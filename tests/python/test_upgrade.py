@@ -295,9 +295,12 @@ def test_hd_35_this_releases_daemons_refuse_the_last_ones_schema(old: Database, 
         )  # fmt: skip
         assert done.returncode == EXIT_SCHEMA
         entries = map(json.loads, done.stderr.splitlines())
-        assert [entry["event"] for entry in entries if entry["level"] == "error"] == [
-            f"the schema has version {version}, this program needs {SCHEMA_VERSION}; run `flowforge migrate`"
-        ]
+        (line,) = [entry["event"] for entry in entries if entry["level"] == "error"]
+        # What is missing by name, where a daemon calls what the last release has not got.
+        told = (
+            f"has version {version}, this program needs {SCHEMA_VERSION}|is too old: it has no function \\w+"
+        )
+        assert re.fullmatch(f"the schema ({told}); run `flowforge migrate`", line)
 
 
 def schema_of(server: PostgresServer, name: str) -> str:
