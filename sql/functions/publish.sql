@@ -69,7 +69,7 @@ begin
     select array_agg(u.outbox_id order by u.outbox_id), array_agg(flowforge._cut_error(u.error) order by u.outbox_id) into v_ids, v_errors
     from (select distinct on (i.outbox_id) i.outbox_id, i.error from unnest(mark_refused.outbox_ids, mark_refused.errors) i (outbox_id, error)
           where i.outbox_id is not null order by i.outbox_id) u;
-    -- Again after 1 s, 2 s, 4 s … at most a minute, for as long as it takes.
+    -- Again after 1 s, 2 s, 4 s … at most a minute (and up to a quarter more, by chance), for as long as it takes.
     update flowforge.outbox o
     set tries = o.tries + 1, last_error = v_errors[flowforge._position(v_ids, o.outbox_id)],
         next_attempt_at = v_now + make_interval(secs => least(60, power(2, least(o.tries, 6)::double precision)) * (1 + random() / 4))
