@@ -267,7 +267,7 @@ comment on column flowforge.queue_status.window_size is 'Most task runs dispatch
 comment on column flowforge.queue_status.dispatched is 'Task runs waiting for a worker.';
 comment on column flowforge.queue_status.eligible is 'Task runs in line for the window.';
 comment on column flowforge.queue_status.reoffered is 'Task runs that were given back and are offered again after a delay: their worker was lost, or no worker knew their handler.';
-comment on column flowforge.queue_status.oldest_eligible_age is 'How long the oldest of these could have been dispatched.';
+comment on column flowforge.queue_status.oldest_eligible_age is 'How long the oldest eligible one could have been dispatched.';
 comment on column flowforge.queue_status.oldest_dispatched_age is 'How long ago the oldest dispatched one was first dispatched.';
 comment on column flowforge.queue_status.drain_rate is 'Recent pace of claims a second while the queue was busy.';
 comment on column flowforge.queue_status.redispatch_delay is 'How long a published message may stay unclaimed.';
