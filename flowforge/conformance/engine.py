@@ -254,7 +254,10 @@ class Engine:
     def ends(self, run: int, state: str) -> None:
         """Wait until the run has ended so."""
         query = "select state::text from flowforge.run where run_id = %s"
-        self.wait(lambda: self.value(query, run) != "running", f"the run did not end; {self._told(run)}")
+        try:
+            self.wait(lambda: self.value(query, run) != "running", "the run did not end")
+        except Violated as violated:
+            raise Violated(f"{violated}; {self._told(run)}") from None
         if (found := self.value(query, run)) != state:
             raise Violated(f"the run ended {found}, not {state}; {self._told(run)}")
 
@@ -317,7 +320,14 @@ class Engine:
         """Do a task of the other queue."""
         self.wait(lambda: self.task(run, name)["state"] == "ready", "the scheduler dispatches nothing")
         query = "select fencing_token from flowforge.claim_next(array[%s], 'conformance', %s, '120 s')"
-        self.finish(run, name, self.value(query, self.other_queue, uuid4()), output)
+        tokens: list[int] = []
+
+        def taken() -> bool:  # claim_next passes over what a daemon holds at that moment
+            tokens.extend(token for (token,) in self.rows(query, self.other_queue, uuid4()))
+            return bool(tokens)
+
+        self.wait(taken, "the task run stays locked")
+        self.finish(run, name, tokens[0], output)
 
     def message(self, task_run: int, dispatch: str) -> None:
         """Send the worker a message that names them."""

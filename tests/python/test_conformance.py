@@ -191,6 +191,12 @@ def test_a_mistake_violates_the_clause_that_is_about_it(
     assert found.keys() == MISTAKES[mistake].violates, found
 
 
+def test_a_run_that_does_not_end_is_told_of_as_it_is_then(verdicts: dict[str, Future[list[Verdict]]]) -> None:
+    told = violated(verdicts["finishes under its first token"])["failure"]
+    assert "the run did not end; task: " in told
+    assert "token 0" not in told, "as it was when the waiting began"
+
+
 def test_every_clause_is_violated_by_some_mistake() -> None:
     untried = {each.name for each in CLAUSES} - set().union(*(each.violates for each in MISTAKES.values()))
     assert untried == {"finishes", "database_lost"}, "of which each other clause makes use"
