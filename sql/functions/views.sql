@@ -249,13 +249,17 @@ comment on column flowforge.dead_letters.error is 'Why it failed.';
 
 create or replace view flowforge.queue_status as
 select q.name as queue, q.paused_at, coalesce(q.window_size, greatest(100, 4 * c.capacity)) as window_size,
-    (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as dispatched,
-    (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as eligible,
-    (select count(*) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'reoffered') as reoffered,
-    flowforge._reading() - (select min(tr.available_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible') as oldest_eligible_age,
-    flowforge._reading() - (select min(tr.ready_at) from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched') as oldest_dispatched_age,
+    coalesce(d.task_runs, 0) as dispatched, coalesce(e.task_runs, 0) as eligible, coalesce(o.task_runs, 0) as reoffered,
+    flowforge._reading() - e.oldest as oldest_eligible_age, flowforge._reading() - d.oldest as oldest_dispatched_age,
     q.drain_rate, q.redispatch_delay, c.capacity, q.drained_at
 from flowforge.queue q
+-- All queues at once: counted for each, a large backlog would be read as often as there are queues.
+left join (select tr.queue_id, count(*) as task_runs, min(tr.ready_at) as oldest from flowforge.task_run tr
+           where tr.stage = 'dispatched' group by tr.queue_id) d on d.queue_id = q.queue_id
+left join (select tr.queue_id, count(*) as task_runs, min(tr.available_at) as oldest from flowforge.task_run tr
+           where tr.stage = 'eligible' group by tr.queue_id) e on e.queue_id = q.queue_id
+left join (select tr.queue_id, count(*) as task_runs from flowforge.task_run tr
+           where tr.stage = 'reoffered' group by tr.queue_id) o on o.queue_id = q.queue_id
 cross join lateral (
     select coalesce(sum(w.capacity), 0)::bigint as capacity from flowforge.worker w
     where q.name = any (w.queues) and w.seen_at > flowforge._reading() - interval '2 minutes') c;
@@ -298,7 +302,7 @@ from (
     union all select 'cancelling_runs', (select count(*) from flowforge.run r where r.cancel_requested_at is not null and r.finished_at is null),
         'runs being cancelled'
     union all select 'eligible', (select count(*) from flowforge.task_run tr where tr.stage = 'eligible'), 'task runs in line for dispatch'
-    union all select 'oldest_eligible_seconds', (select extract(epoch from max(q.oldest_eligible_age)) from flowforge.queue_status q),
+    union all select 'oldest_eligible_seconds', (select extract(epoch from flowforge._reading() - min(tr.available_at)) from flowforge.task_run tr where tr.stage = 'eligible'),
         'age of the oldest of them; priority is strict, so a low one can wait'
     union all select 'reoffered', (select count(*) from flowforge.task_run tr where tr.stage = 'reoffered'),
         'task runs that were given back and are offered again after a delay'

@@ -2,6 +2,7 @@
 
 from psycopg.types.json import Jsonb
 
+from tests.services.database import Database
 from tests.sql.helpers import Engine, failing, task
 
 
@@ -271,3 +272,19 @@ def test_health(engine: Engine) -> None:
 def test_limits(engine: Engine) -> None:
     row = engine.row("select * from flowforge.limits where name = 'max_map_width'")
     assert (row.value, row.minimum, row.maximum, row.meaning) == (10_000, 1, 100_000, "elements of one map")
+
+
+def test_a_backlog_is_not_read_once_for_each_queue(db: Database) -> None:
+    """Whatever the statistics say of it."""
+    with db.connect() as connection:
+        tasks = [{"name": f"t{number}", "queue": f"q{number}"} for number in range(100)]
+        for name, what in (("many", tasks), ("one", [{"name": "a", "queue": "q0"}])):
+            connection.execute("select flowforge.define_workflow(%s)", [Jsonb({"name": name, "tasks": what})])
+        connection.execute("select flowforge.trigger_many('one', array_fill('1'::jsonb, array[5000]))")
+        connection.execute("vacuum analyze flowforge.task_run")
+        for view in ("queue_status", "health"):
+            query = f"explain (analyze, buffers, timing off, format json) select * from flowforge.{view}"
+            ((plan,),) = connection.execute(query.encode()).fetchall()
+            pages = plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"]
+            ((size,),) = connection.execute("select pg_relation_size('flowforge.task_run') / 8192").fetchall()
+            assert pages < 5 * size + 200, view
