@@ -471,9 +471,10 @@ class _Loop:
             except OSError as exc:
                 # No descriptors left, for a moment.
                 self._lost(DatabaseUnavailable(str(exc)), passing=True)
-            except (DatabaseError, SchemaError, MissingPrivilege) as exc:
+            except (ConfigError, DatabaseError, SchemaError, MissingPrivilege) as exc:
                 # From connecting and its checks. Once started, a daemon outlasts even these: a failover, a
-                # restore or a rotated password may look like them for a while.
+                # restore, a rotated password, or a pooler that refuses a parameter, may look like them for a
+                # while.
                 passing = isinstance(exc, DatabaseUnavailable)
                 if not passing and not self.started:
                     raise

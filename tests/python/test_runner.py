@@ -26,6 +26,7 @@ from flowforge.errors import (
     BrokerBlocked,
     BrokerMisconfigured,
     BrokerUnavailable,
+    ConfigError,
     DatabaseUnavailable,
     FlowForgeError,
 )
@@ -378,6 +379,36 @@ def test_what_ends_a_start_is_outlasted_by_a_daemon_under_way(config: Config, db
         wait_until(lambda: running.health.state == "error", "the refusal to show")
         conn.execute(f"alter role {name} login")
         wait_until(lambda: running.health.state == "ok", "the return")
+
+
+def test_a_connection_string_that_is_refused_is_outlasted_by_a_daemon_under_way(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pooler says `unsupported startup parameter` of it, for one, after it was set up anew."""
+    real = runner._connect
+
+    def refuse(*_: Any) -> Any:
+        monkeypatch.setattr(runner, "_connect", real)
+        raise ConfigError("unsupported startup parameter: options")
+
+    probe = Probe()
+    running = Running(probe, config)
+    states: list[str] = []
+    report = running.health.report
+
+    def spy(state: str, detail: str = "") -> bool:
+        states.append(state)
+        return report(state, detail)
+
+    running.health.report = spy  # type: ignore[method-assign]
+    with running:
+        wait_until(lambda: running.health.state == "ok", "the start")
+        monkeypatch.setattr(runner, "_connect", refuse)
+        terminate(config, "flowforge probe")
+        notify(config)
+        wait_until(lambda: probe.connections == 2, "the return")
+    assert "error" in states
+    assert running.code == runner.EXIT_OK
 
 
 @pytest.mark.parametrize(
