@@ -143,8 +143,12 @@ class Figures:
         with self._read:
             if not self._closed and time.monotonic() - self._read_at > FRESH:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="flowforge-metrics", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="flowforge-metrics", daemon=True)
+                    try:
+                        thread.start()
+                    except RuntimeError:
+                        return []  # there is none to be had; the next scrape tries again
+                    self._thread = thread
                 before = self._reads
                 self._asked.set()
                 self._read.wait_for(lambda: self._reads > before, PATIENCE)
@@ -190,11 +194,11 @@ class Figures:
                     from flowforge.queue_status
                     """
                 ).fetchall()
+            return _figures(health, queues), ""
         except psycopg.errors.InsufficientPrivilege as exc:
             return [], f"{first_line(exc)}; remedy: grant flowforge_reader to the scheduler's login"
-        except psycopg.Error as exc:
+        except Exception as exc:  # noqa: BLE001 -- told; without this thread the last would stand for ever
             return [], first_line(exc)
-        return _figures(health, queues), ""
 
 
 def _figures(health: list[tuple[Any, ...]], queues: list[tuple[Any, ...]]) -> list[Metric]:

@@ -1,14 +1,18 @@
 """Metrics: what real daemons tell a scraper, that it is what happened, and what they say when they cannot."""
 
+import errno
 import re
 import subprocess
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from flowforge import db as database
 from flowforge import metrics
 from flowforge.config import Config
 from flowforge.exits import EXIT_CONFIG
@@ -156,6 +160,36 @@ def test_a_database_that_does_not_answer_holds_up_no_scrape(
         assert figures.metrics() == []
         figures.close()
         conn.execute("rollback")
+
+
+def test_figures_are_read_again_after_the_system_has_refused_something(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor, then a thread."""
+    monkeypatch.setattr(metrics, "FRESH", -1.0)
+    figures = metrics.Figures(Config(database_url=db.dsn))
+
+    def readable() -> bool:
+        told = {each.name: each.values for each in figures.metrics()}
+        return bool(told["database_readable"][""])
+
+    def refuse(error: Exception) -> Callable[..., NoReturn]:
+        def refusing(*_: object, **__: object) -> NoReturn:
+            raise error
+
+        return refusing
+
+    try:
+        with monkeypatch.context() as lacking:
+            lacking.setattr(threading.Thread, "start", refuse(RuntimeError("can't start new thread")))
+            assert figures.metrics() == []
+        assert readable()
+        with monkeypatch.context() as lacking:
+            lacking.setattr(database, "guard", refuse(OSError(errno.EMFILE, "Too many open files")))
+            assert not readable()
+        assert readable()
+    finally:
+        figures.close()
 
 
 def test_a_port_that_is_taken_ends_the_daemon_with_a_word(db: Database, rabbit_server: RabbitServer) -> None:
