@@ -83,19 +83,37 @@ def configure_others(
     form: str = "text", level: str = "info", modules: Iterable[str] = (), stream: TextIO | None = None
 ) -> None:
     """Write what handlers and libraries log by the standard library's logging in the same form, with the task
-    run that it is `about`. Nothing is changed where somebody has set that up. Of level debug, only what the
-    packages of `modules` (MODULE[:NAME]) log is written: libraries have too much to say."""
+    run that it is `about`. Nothing is changed where somebody has set up the root logger, and what a logger
+    with a handler of its own writes is not written again.
+
+    `level` is for the packages of `modules` (MODULE[:NAME]); of all others, warnings are the least. Libraries
+    have much to say, and not all of it is for a log: the URLs that they ask may hold secrets."""
     root = logging.getLogger()
     if root.handlers:
         return
-    root.addHandler(_handler(form, stream))
+    handler = _handler(form, stream)
+    handler.addFilter(_unwritten)
+    root.addHandler(handler)
+    least = logging.getLevelNamesMapping()[level.upper()]
     if root.level == logging.WARNING:  # which it is by itself
-        root.setLevel(max(logging.INFO, logging.getLevelNamesMapping()[level.upper()]))
-    if level == "debug":
-        for module in modules:
-            package = logging.getLogger(module.partition(":")[0].partition(".")[0])
-            if package.level == logging.NOTSET:
-                package.setLevel(logging.DEBUG)
+        root.setLevel(max(logging.WARNING, least))
+    for module in modules:
+        package = logging.getLogger(module.partition(":")[0].partition(".")[0])
+        if package.level == logging.NOTSET:
+            package.setLevel(least)
+
+
+def _unwritten(record: logging.LogRecord) -> bool:
+    """Whether no logger on the record's way to the root has written it."""
+    logger = logging.getLogger(record.name)
+    while logger.parent is not None:
+        if any(
+            record.levelno >= handler.level and not isinstance(handler, logging.NullHandler)
+            for handler in logger.handlers
+        ):
+            return False
+        logger = logger.parent
+    return True
 
 
 def about(**keys: Any) -> None:

@@ -647,14 +647,34 @@ def test_what_others_log_has_the_same_form(monkeypatch: pytest.MonkeyPatch) -> N
     log.configure_others("text", "debug", ["root_of_mine.flows:etl"], stream)
     context = contextvars.copy_context()
     context.run(log.about, run=7, task="a b")
-    context.run(logging.getLogger("library").info, "in %s", "it")
+    context.run(logging.getLogger("library").warning, "in %s", "it")
     logging.getLogger("root_of_mine.other").debug("outside")
-    logging.getLogger("library").debug("not shown")
+    logging.getLogger("library").info("not shown")
     inside, outside = stream.getvalue().splitlines()
-    assert inside.endswith('info    library: in it run=7 task="a b"')
+    assert inside.endswith('warning library: in it run=7 task="a b"')
     assert outside.endswith("debug   root_of_mine.other: outside")
     log.configure_others("json", "debug", [], stream)
     assert len(root.handlers) == 1
+
+
+def test_what_a_logger_writes_by_itself_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_root(monkeypatch)
+    stream, own = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(own)
+    handler.setLevel(logging.WARNING)
+    written = logging.getLogger("writes_by_itself")
+    monkeypatch.setattr(written, "handlers", [handler])
+    quiet = logging.getLogger("library_without_output")
+    monkeypatch.setattr(quiet, "handlers", [logging.NullHandler()])  # as libraries do
+    log.configure_others("text", "info", ["writes_by_itself"], stream)
+    written.getChild("part").warning("once")
+    written.info("not by it")
+    quiet.warning("not by it either")
+    assert own.getvalue() == "once\n"
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == [
+        "not by it",
+        "not by it either",
+    ]
 
 
 def test_logging_that_a_module_has_set_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
