@@ -287,6 +287,9 @@ def _checked(conn: db.Connection, functions: Iterable[str], role: str) -> db.Con
     try:
         with db.guard(conn, CHECK_LIMIT):
             check_start(conn, functions, role)
+    except OSError as exc:  # no descriptor left for the guard
+        conn.close()
+        raise DatabaseUnavailable(str(exc)) from exc
     except BaseException:
         conn.close()
         raise

@@ -254,15 +254,16 @@ def test_a_moment_without_descriptors_is_outlasted_and_shown(
     assert (running.code, seen.count(f"no database: {full}")) == (runner.EXIT_OK, 3)
 
 
+@pytest.mark.parametrize(("where", "name"), [(psycopg, "connect"), (database, "guard")])
 def test_a_connection_for_which_there_is_no_descriptor_may_be_had_later(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
 ) -> None:
     """The worker's start asks again for what is unavailable, and ends for all else."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(psycopg, "connect", fail)
+    monkeypatch.setattr(where, name, fail)
     with pytest.raises(DatabaseUnavailable, match="Too many open files"):
         runner.connect(config, "worker", runner.Stop(), (), "flowforge_worker")
 
