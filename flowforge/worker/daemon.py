@@ -78,8 +78,9 @@ def run(
 
     `handlers` are functions of one Context, sync or async, by handler name. `sources` are the modules
     (MODULE[:NAME]) that they are from, for those that run in processes of their own. Without `stop` the
-    signals of the process ask for it (main thread only), and the process ends in here or within seconds,
-    whatever threads handlers have left: it is the last thing a program does. With it this may be any thread.
+    signals of the process ask for it (main thread only), and the process ends in here, with that code, if
+    handlers are left that did not stop: it is the last thing a program does. Other threads that handlers have
+    left may hold up the interpreter's end. With `stop` this may be any thread, and it always returns.
     Asked once: nothing new is taken, handlers get `config.grace` seconds, what then still runs is given back.
     Asked twice: that happens at once, and the exit code says so.
 
@@ -95,7 +96,6 @@ def run(
         if worker.left_behind:
             # The interpreter's own end is no place for handlers that did not stop.
             stopping.end_now(code)
-        stopping.end_soon(code)
         return code
     return Worker(handlers, config, stop, health, sources=sources).run()
 

@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from flowforge.config import Config
+from flowforge.exits import EXIT_CONFIG
 from flowforge.stopping import Remembered
+from flowforge.worker import daemon
 from tests.python.daemons import CHECKOUT, TIMEOUT
 from tests.services.database import Database
 
@@ -42,6 +46,17 @@ def test_a_signal_before_the_daemon_runs_or_after_it_is_no_sudden_end(db: Databa
     )
     assert worker.returncode == 0, worker.stderr
     assert "started" not in worker.stderr
+
+
+def test_a_program_that_ran_a_worker_may_go_on() -> None:
+    """Only the command line, which has nothing else to do, ends its process in a while."""
+    before = threading.enumerate()
+    assert daemon.run({}, Config()) == EXIT_CONFIG  # there is no database
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    added = [each for each in timers if each not in before]
+    for each in added:
+        each.cancel()
+    assert added == []
 
 
 def test_requests_are_taken_over_each_once() -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 
-from flowforge import log
+from flowforge import log, stopping
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.worker import daemon
@@ -97,7 +97,9 @@ def main() -> int:
     log.configure("json", config.log_level)
     # As a program's own configuration does unless told otherwise: what it does not know is turned off.
     logging.config.dictConfig({"version": 1})
-    return daemon.run(daemon.handlers_of([workflow]), config)
+    code = daemon.run(daemon.handlers_of([workflow]), config)
+    stopping.end_soon(code)
+    return code
 
 
 if __name__ == "__main__":
