@@ -213,6 +213,7 @@ class Worker:
         try:
             self._check()
             if self._stop.requested:
+                self.health.report("stopping")
                 return self._stopped
             self._start()
         except FlowForgeError as exc:
@@ -260,10 +261,14 @@ class Worker:
                 if not db.is_transient(exc):
                     raise from_database(exc) from exc
                 reason = first_line(exc)
-            seconds = backoff.next()
-            if self.health.report("no database", reason):
-                _log.warning("no database; waiting for it", error=reason, seconds=round(seconds, 3))
-            self._stop.wait(seconds)
+            self._without_database(reason, backoff.next())
+
+    def _without_database(self, reason: str, seconds: float) -> None:
+        if self._stop.requested:
+            return  # for which the attempt was given up: there is no outage to tell of
+        if self.health.report("no database", reason):
+            _log.warning("no database; waiting for it", error=reason, seconds=round(seconds, 3))
+        self._stop.wait(seconds)
 
     def _start(self) -> None:
         if self._messages is not None:

@@ -121,6 +121,22 @@ def test_a_daemon_that_connects_stops_at_once(silent: Silent) -> None:
     assert running.health.state == "stopping"
 
 
+def test_a_worker_that_connects_stops_at_once_and_tells_of_no_outage(silent: Silent) -> None:
+    worker = RunningWorker((Witness().workflow,), Config(database_url=silent.dsn))
+    silent.await_connection()
+    states: list[str] = []
+    report = worker.worker.health.report
+
+    def spy(state: str, detail: str = "") -> bool:
+        states.append(state)
+        return report(state, detail)
+
+    worker.worker.health.report = spy  # type: ignore[method-assign]
+    worker.asked.request()
+    worker.wait_ended(TIMEOUT)
+    assert (worker.code, states) == (runner.EXIT_OK, ["stopping"])
+
+
 def test_a_start_whose_check_is_not_answered_stops_at_once(db: Database) -> None:
     config = Config(database_url=db.dsn)
     with db.connect() as connection:
