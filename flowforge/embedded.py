@@ -31,6 +31,7 @@ from urllib.parse import quote, urlencode
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from flowforge import stopping
 from flowforge.binaries import Owner, find_binaries, make_directory, run_as, server_owner
 from flowforge.errors import EmbeddedPostgresError
 
@@ -169,7 +170,8 @@ class EmbeddedPostgres:
             self._initialise(binaries, owner)
             self._check_version(binaries, owner)
             self._drop_stale_pid()
-            self._process = self._launch(binaries, owner, lock)
+            with stopping.held_back():  # a server that is nobody's would keep the directory
+                self._process = self._launch(binaries, owner, lock)
             self._await_ready(self._process)
             _write_private(self.directory / "dsn", self.dsn + "\n")
         except BaseException:

@@ -1,4 +1,5 @@
-"""Signals that ask a program to stop while there is nothing to stop yet, or nothing any more; and its end.
+"""Signals that ask a program to stop while there is nothing to stop yet, or nothing any more, or while it is
+not to be interrupted; and its end.
 
 Apart from the runner, whose imports alone take longer than some patience. `runner.signals` takes over.
 """
@@ -12,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -57,6 +58,36 @@ def remember() -> None:
 def _ignore() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Within the block SIGTERM and SIGINT interrupt nothing; whoever handles them is told at its end. Outside
+    of the main thread, where they interrupt nothing either, it does nothing."""
+    within = True
+    came: list[tuple[int, FrameType | None]] = []
+    before: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if within:
+            came.append((number, frame))
+        else:
+            before[number](number, frame)
+
+    with contextlib.ExitStack() as after:  # which goes on to its end, whatever is raised on the way
+        if threading.current_thread() is threading.main_thread():
+            for each in SIGNALS:
+                handler = signal.getsignal(each)
+                if callable(handler):  # not what is ignored, or ends the process
+                    before[each] = handler
+                    after.callback(signal.signal, each, handler)
+                    signal.signal(each, hold)
+        try:
+            yield
+        finally:
+            within = False
+            for number, frame in came:
+                after.callback(before[number], number, frame)
 
 
 def end_soon(code: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -320,6 +321,31 @@ def test_default_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert default_directory() == Path("/home/someone/.local/share/flowforge/postgres")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert default_directory() == Path("/var/lib/flowforge/postgres")
+
+
+def test_an_interrupt_while_the_server_is_launched_leaves_none(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedPostgres(directory)
+    launched: list[subprocess.Popen[bytes]] = []
+
+    def launch(*_: object) -> subprocess.Popen[bytes]:
+        launched.append(subprocess.Popen(["sleep", "600"]))
+        signal.raise_signal(signal.SIGINT)
+        return launched[0]
+
+    monkeypatch.setattr(server, "_launch", launch)
+    monkeypatch.setattr(server, "_initialise", lambda *_: None)
+    monkeypatch.setattr(server, "_check_version", lambda *_: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.start()
+        assert launched[0].poll() is not None
+    finally:
+        signal.signal(signal.SIGINT, before)
+        launched[0].kill()
+        launched[0].wait()
 
 
 def test_stop_signal_is_a_fast_shutdown(directory: Path) -> None:

@@ -1,17 +1,19 @@
 """A program that is asked to stop while it starts or ends does so in order."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from flowforge.config import Config
 from flowforge.exits import EXIT_CONFIG
-from flowforge.stopping import Remembered
+from flowforge.stopping import SIGNALS, Remembered, held_back
 from flowforge.worker import daemon
 from tests.python.daemons import CHECKOUT, TIMEOUT
 from tests.services.database import Database
@@ -70,6 +72,31 @@ def test_requests_are_taken_over_each_once() -> None:
     handler.take(request("first"))
     handler.take(request("second"))
     assert asked == ["first"]
+
+
+def test_requests_that_are_held_back_count_afterwards() -> None:
+    told: list[str] = []
+
+    def interrupt(number: int, _frame: object) -> NoReturn:
+        told.append(signal.Signals(number).name)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        with held_back():
+            for number in SIGNALS:
+                signal.raise_signal(number)
+            told.append("done")
+
+    before = [signal.signal(number, interrupt) for number in SIGNALS]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert told[0] == "done"
+        assert sorted(told[1:]) == ["SIGINT", "SIGTERM"]
+        assert [signal.getsignal(number) for number in SIGNALS] == [interrupt, interrupt]
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_second_request_that_nobody_takes_over_ends_the_start() -> None:
