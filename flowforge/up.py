@@ -50,6 +50,7 @@ class _Part:
     name: str
     main: Callable[[], int]
     health: runner.Health
+    left_behind: Callable[[], bool] = lambda: False  # whether a handler is left that did not stop
     code: int = runner.EXIT_ERROR
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ def run(
     sources: Sequence[str] = (),
     server: EmbeddedPostgres | None = None,
     ready: Callable[[Up], None] = lambda _: None,
+    abandoned: Callable[[], None] = lambda: None,
     stop: runner.Stop | None = None,
 ) -> int:
     """Runs all daemons until asked to stop; returns the exit code of the first one that failed, or 0.
@@ -77,7 +79,8 @@ def run(
     `sources` are the modules (MODULE[:NAME]) of `workflows`, for handlers in processes of their own.
     `server` is started if it is not running, and stopped at the end if it was started here; without it the
     database of `config` is used. `workflows` are registered (without any there is no worker, which would only
-    take work from those who have handlers), and `ready` is called once every daemon works.
+    take work from those who have handlers), and `ready` is called once every daemon works. `abandoned` is
+    called last when handlers are left that did not stop: the interpreter's own end is no place for them.
     Without `stop` the signals of the process ask for it (main thread only), and interrupt whatever is waited
     for before the daemons run; a request that another thread makes meanwhile counts from then on.
 
@@ -86,7 +89,9 @@ def run(
     """
     if stop is None:
         with runner.signals(runner.Stop()) as own:
-            return run(config, workflows, sources=sources, server=server, ready=ready, stop=own)
+            return run(
+                config, workflows, sources=sources, server=server, ready=ready, abandoned=abandoned, stop=own
+            )
     if server is None and not config.database_url:
         raise ConfigError("FLOWFORGE_DATABASE_URL is not set, and no embedded server was asked for")
     handlers = handlers_of(workflows)
@@ -104,7 +109,10 @@ def run(
                     defined = tuple(client.define(workflow) for workflow in workflows)
             up = Up(config.database_url, server.directory if server else None, defined)
             parts = _parts(config, handlers, sources, stop)
-            return _run_parts(parts, config, server, stop, lambda: ready(up))
+            code = _run_parts(parts, config, server, stop, lambda: ready(up))
+        if any(part.left_behind() for part in parts):
+            abandoned()
+        return code
     except KeyboardInterrupt:
         if not stop.requested:
             raise
@@ -137,7 +145,7 @@ def _parts(
     if handlers:
         health = runner.Health("worker")
         worker = Worker(handlers, config, stop, health, sources=sources)
-        parts.append(_Part("worker", worker.run, health))
+        parts.append(_Part("worker", worker.run, health, lambda: worker.left_behind))
     if config.uses_broker:
         from flowforge.publisher import Publisher
 

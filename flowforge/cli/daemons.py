@@ -367,6 +367,7 @@ def up(
       flowforge up my_project.workflows
       flowforge up my_project.workflows --data-dir ./data --port 5433
     """
+    from flowforge import stopping
     from flowforge import up as everything
     from flowforge.embedded import EmbeddedPostgres
 
@@ -377,12 +378,17 @@ def up(
     _logging(config)
     workflows = _loaded(modules, config)
     config = _serving(config, flags["queues"], workflows)
+    left: list[bool] = []
     with acting():
-        code = everything.run(config, workflows, sources=modules, server=server, ready=_ready(as_json))
-    if code:
-        ctx.exit(code)
-    if not as_json:
+        code = everything.run(
+            config, workflows, sources=modules, server=server, ready=_ready(as_json),
+            abandoned=lambda: left.append(True),
+        )  # fmt: skip
+    if not code and not as_json:
         click.echo("Stopped.")
+    if left:
+        stopping.end_now(code)
+    ctx.exit(code)
 
 
 def _check_given(database_url: str | None, own: object) -> None:

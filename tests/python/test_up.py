@@ -29,8 +29,10 @@ from tests.services.process import kill_tree, wait_for_end, wait_until
 from tests.services.rabbitmq import Broker
 
 PROJECT = """
-import concurrent.futures, pathlib, time
+import atexit, concurrent.futures, pathlib, time
 from flowforge import Context, Workflow
+
+atexit.register(pathlib.Path("own_end").touch)
 
 slow = Workflow("slow")
 
@@ -118,6 +120,7 @@ def test_ctrl_c_lets_handlers_finish_and_stops_everything(project: Path) -> None
         out, _ = process.communicate()
         assert process.returncode == 0
         assert out == "Stopped.\n"
+        assert (project / "own_end").exists()
         assert below
         wait_for_end(below)
     with EmbeddedPostgres(project / "pg") as server, Client(server.dsn) as client:
@@ -141,6 +144,8 @@ def test_ctrl_c_says_what_is_waited_for_and_the_second_one_stops(project: Path) 
         os.killpg(process.pid, signal.SIGINT)
         process.communicate()
         assert process.returncode == exits.EXIT_INTERRUPTED
+    # Nothing of the program ends while the handler still runs.
+    assert not (project / "own_end").exists()
 
 
 def test_what_a_handler_has_left_running_keeps_nothing(project: Path, db: Database) -> None:
