@@ -1,8 +1,8 @@
 """Connections to PostgreSQL as daemons and clients use them.
 
-Nothing here relies on session state, so everything works behind a pooler in transaction mode: what a call
-needs is set inside its own transaction (`call`, `begin`). Errors of psycopg pass through unchanged;
-`errors.from_database` names them."""
+Everything works behind a pooler in transaction mode: what a call needs is set inside its own transaction
+(`call`, `begin`). All that a session is given is how it writes times, where the server does that otherwise;
+see `_read_times`. Errors of psycopg pass through unchanged; `errors.from_database` names them."""
 
 from __future__ import annotations
 
