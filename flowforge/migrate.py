@@ -10,14 +10,18 @@ time, in one transaction."""
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import logging
+import random
 import re
 import socket
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import errors as pg
@@ -40,6 +44,14 @@ _LOCK = 0x466C6F77466F7267
 
 # What it has to say is in the report.
 logging.getLogger("yoyo").setLevel(logging.WARNING)
+
+LOCK_TIMEOUT = 2.0
+"""Seconds that a step waits for a lock that somebody holds."""
+
+LOCK_PATIENCE = 600.0
+"""Seconds for which such a step is tried again."""
+
+_T = TypeVar("_T")
 
 _log = log.of("migrate")
 
@@ -76,6 +88,8 @@ def migrate(dsn: str, create_roles: bool = True, *, directory: Path | None = Non
     Without `create_roles` the roles must exist, and the login be able to become flowforge_owner. `directory`
     holds the folders migrations and functions, by default this release's own.
 
+    A lock that others hold is tried again for LOCK_PATIENCE seconds, so that the daemons go on meanwhile.
+
     Raises SchemaError (a server or file that won't do, a migration that fails, an edited file, an orphan
     function), MissingPrivilege, ConfigError, or DatabaseError."""
     directory = directory or _own_directory()
@@ -85,13 +99,15 @@ def migrate(dsn: str, create_roles: bool = True, *, directory: Path | None = Non
             # So that the lock of a killed runner goes at once, not when its last statement ends.
             conn.execute("set client_connection_check_interval = '1s'")
             _take_lock(conn)
+            # Who waits for a table's lock holds up all who come after, the daemons' calls too.
+            conn.execute("select set_config('lock_timeout', %s, false)", (f"{LOCK_TIMEOUT:g}s",))
             created = _roles(conn, create_roles)
             _become_member(conn)
             _make_schema(conn)
             conn.execute(sql.SQL("set role {}").format(sql.Identifier(_OWNER)))
             _make_table(conn)
             applied = _migrations(conn, directory / "migrations")
-            functions = _functions(conn, directory)
+            functions = _patiently(conn, lambda: _functions(conn, directory))
     except psycopg.Error as exc:
         raise from_database(exc) from exc
     return MigrationReport(applied, created, functions)
@@ -123,6 +139,38 @@ def _take_lock(conn: db.Connection) -> None:
     if not _value(conn, "select pg_try_advisory_lock(%s)", _LOCK):
         _log.info("another migration of this database is running; waiting for it")
         conn.execute("select pg_advisory_lock(%s)", (_LOCK,))
+
+
+def _patiently(conn: db.Connection, step: Callable[[], _T]) -> _T:
+    """Do a step, whole or not at all, whenever nobody else holds a lock that it needs: each try waits for a
+    moment only, and the last one fails as it does."""
+    deadline, told = time.monotonic() + LOCK_PATIENCE, False
+    while True:
+        try:
+            return step()
+        except (psycopg.Error, SchemaError) as exc:
+            locked = isinstance(exc, pg.LockNotAvailable) or isinstance(exc.__cause__, pg.LockNotAvailable)
+            if not locked or time.monotonic() > deadline:
+                raise
+        if not told:
+            _log.warning(
+                "a table is locked; trying again", at_most=f"{LOCK_PATIENCE:g} s", oldest=_oldest(conn)
+            )
+            told = True
+        time.sleep(random.uniform(0.5, 1.5) * LOCK_TIMEOUT)  # noqa: S311 -- jitter, not a secret
+
+
+def _oldest(conn: db.Connection) -> str:
+    """The transaction that has been open longest in this database: whom to ask first."""
+    row = conn.execute(
+        """
+        select format('pid %s (%s, open since %s)', a.pid, a.application_name, a.xact_start)
+        from pg_catalog.pg_stat_activity a
+        where a.datname = current_database() and a.pid <> pg_backend_pid() and a.xact_start is not null
+        order by a.xact_start limit 1
+        """
+    ).fetchone()
+    return str(row[0]) if row else "no longer there"
 
 
 def _roles(conn: db.Connection, create: bool) -> tuple[str, ...]:
@@ -233,7 +281,7 @@ def _migrations(conn: db.Connection, directory: Path) -> tuple[str, ...]:
     for each in backend.to_apply(migrations):
         name = Path(each.path).name
         try:
-            backend.apply_one(each)
+            _patiently(conn, functools.partial(backend.apply_one, each))
         except psycopg.Error as exc:
             raise SchemaError(f"migration {name} failed and left nothing behind: {_where(exc)}") from exc
         applied.append(name)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -390,6 +391,24 @@ def test_migrators_that_upgrade_together_apply_each_migration_once(old: Database
     with old.connect() as conn:
         applied = conn.execute("select count(*) from flowforge.migration_file").fetchone()
     assert applied == (len(present("migrations")) + 1,)
+
+
+def test_an_upgrade_behind_a_long_transaction_holds_up_no_daemon(
+    old: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backup, say: who waits for a table's lock holds up all who come after, so it is asked for again and
+    again instead, and had when the transaction is over."""
+    monkeypatch.setattr("flowforge.migrate.LOCK_TIMEOUT", 0.2)
+    with old.connect(autocommit=False) as backup, old.connect() as daemon, ThreadPoolExecutor() as pool:
+        backup.execute("select from flowforge.scheduler, flowforge.attempt, flowforge.health limit 1")
+        upgrade = pool.submit(migrate, old.dsn)
+        wait_until(lambda: "a table is locked" in caplog.text, "its notice")
+        daemon.execute("set lock_timeout = '20s'")
+        for function in ("declare_scheduler(true)", "reap_expired_leases()", "dispatch_ready()"):
+            daemon.execute(f"select flowforge.{function}".encode())
+        assert not upgrade.done()
+        backup.rollback()
+        assert upgrade.result(60).applied
 
 
 def test_a_migrator_killed_anywhere_leaves_a_whole_and_the_next_one_free(
