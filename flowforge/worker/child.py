@@ -181,6 +181,7 @@ class Child:
 
     def _execute(self, execution: Execution, handler: Callable[[Any], Any], config: Config) -> None:
         begun, returned, raised = False, None, None
+        pool = LeavingPool()
         try:
             begun = execution.begin()
             if begun:
@@ -189,7 +190,7 @@ class Child:
                     context.run(tell_log, execution)
                     returned = context.run(handler, Context(execution, self, config))
                     if inspect.iscoroutine(returned):
-                        returned = context.run(run_alone, execution, returned, LeavingPool())
+                        returned = context.run(run_alone, execution, returned, pool)
         except BaseException as exc:  # noqa: BLE001 -- SystemExit of a handler is its failure, not the process's
             raised = exc
         leave_if_forked(self._pid, raised)
@@ -199,6 +200,8 @@ class Child:
         spent = raised is not None and is_of_memory(raised)
         if raised is not None and spent:
             _make_room(raised)
+        # The next attempt must not meet what this one was told to stop and cannot.
+        spent = spent or (execution.stop_reason is not None and pool.busy)
         try:
             report = report_of(execution, returned, raised) if begun else unstarted(execution)
         except MemoryError as exc:

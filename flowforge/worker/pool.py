@@ -89,6 +89,22 @@ class HandlerPool(ThreadPoolExecutor):
 class LeavingPool(ThreadPoolExecutor):
     """The default executor of one event loop, whose end waits for none of its threads."""
 
+    def __init__(self) -> None:
+        super().__init__(MOST_THREADS, "flowforge-to-thread")
+        self._unfinished: set[Future[Any]] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call has not ended."""
+        return bool(self._unfinished)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As ThreadPoolExecutor.submit."""
+        future = super().submit(fn, *args, **kwargs)
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        return future
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 -- given
         """Let the threads end when they have nothing left to do."""
         super().shutdown(wait=False, cancel_futures=cancel_futures)

@@ -167,6 +167,32 @@ def test_in_a_process_an_async_handler_is_reported_before_the_threads_that_it_le
         assert ours.recv().report == Finish("succeeded", output='"went on"')
 
 
+@pytest.mark.parametrize("reason", [None, StopReason.TIME_LIMIT, StopReason.LOST, StopReason.CANCEL])
+def test_a_process_is_not_used_again_with_threads_of_a_handler_that_was_told_to_stop(
+    gate: Gate, reason: StopReason | None
+) -> None:
+    """Else they would go on beside the next attempt, past a time limit that is to be hard. What a handler
+    leaves of its own accord is its own matter."""
+
+    async def coroutine(_ctx: Any) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(gate.wait), 1000 if reason else 0.01)
+
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        one = child.Child(theirs)
+        execution = child._Execution(child.Task(an_execution(time_limit=1000).claim, None), one._tell)
+        thread = threading.Thread(target=one._execute, args=(execution, coroutine, Config()))
+        thread.start()
+        gate.await_arrivals()
+        if reason is not None:
+            execution.stop(reason)
+        assert ours.poll(20)
+        assert ours.recv().spent is (reason is not None)
+        gate.open()
+        thread.join()
+
+
 def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., Slots], gate: Gate) -> None:
     async def coroutine(_ctx: Any) -> None:
         await asyncio.to_thread(gate.wait)
