@@ -24,7 +24,7 @@ import psycopg
 
 from flowforge import db
 from flowforge.config import Config
-from flowforge.errors import Cancelled, DatabaseUnavailable, NotStorable, PermanentError
+from flowforge.errors import Cancelled, ConfigError, DatabaseUnavailable, NotStorable, PermanentError
 from flowforge.worker.execution import Execution, StopReason, causes, storable
 
 IDLE_LIMIT = 300.0
@@ -284,7 +284,7 @@ class Context:
                     connect_timeout=self._config.connect_timeout,
                     prepared_statements=self._config.prepared_statements,
                 )
-            except (psycopg.Error, OSError) as exc:  # OSError: there are no descriptors left
+            except (psycopg.Error, ConfigError, OSError) as exc:  # OSError: there are no descriptors left
                 if isinstance(exc, psycopg.Error) and not db.is_transient(exc):
                     raise
                 if time.monotonic() > give_up:

@@ -10,7 +10,7 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.config import Config
-from flowforge.errors import first_line
+from flowforge.errors import ConfigError, first_line
 
 _log = log.of("worker")
 
@@ -76,7 +76,8 @@ class Session:
         """Run one statement as its own transaction; its rows. `limit`: seconds after which the connection
         counts as lost, and that a new one may take; `lock_timeout`: seconds, the configured one unless given.
 
-        Raises Unanswered, or psycopg.Error for a definite refusal, which changed nothing.
+        Raises Unanswered, also while the connection string is refused, or psycopg.Error for a definite
+        refusal, which changed nothing.
         """
         begun = time.monotonic()
         try:
@@ -84,7 +85,7 @@ class Session:
             begun = time.monotonic()
             with db.guard(conn, limit) as self._shorten:
                 rows = db.call(conn, query, params, lock_timeout=lock_timeout or self._config.lock_timeout)
-        except (psycopg.Error, OSError, MemoryError) as exc:
+        except (psycopg.Error, ConfigError, OSError, MemoryError) as exc:
             if not self._is_lost(exc):
                 self._answered()
                 raise
@@ -92,6 +93,8 @@ class Session:
             no_memory = isinstance(exc, MemoryError) or "out of memory" in str(exc)
             too_much = sent and (no_memory or time.monotonic() - begun >= limit)
             self.give_up(exc)
+            # Of a connection string that was good: a pooler was set up anew, perhaps, and will be again.
+            self.refused = self.refused or isinstance(exc, ConfigError)
             raise Unanswered(first_line(exc), sent=sent, too_much=too_much) from exc
         self._answered()
         self._backoff.reset()

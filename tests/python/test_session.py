@@ -8,7 +8,9 @@ import pytest
 
 from flowforge import db as database
 from flowforge.config import Config
+from flowforge.worker.context import Context
 from flowforge.worker.session import Session, Unanswered
+from tests.python.slots import an_execution
 from tests.python.workbench import Bench, LossyProxy, Witness
 from tests.services.database import Database
 from tests.services.process import wait_until
@@ -71,3 +73,33 @@ def test_renewal_tries_again_while_the_lease_lasts(
         wait_until(lambda: session.lost_since_answer == 0, "an answer")
         witness.gate.open()
         assert bench.wait_run(run) == ["succeeded"]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_connection_string_that_is_refused_for_a_while_ends_no_thread(
+    db: Database, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """It was good when the worker started: the pooler was set up anew, and will be again. Of the worker's own
+    connections, which say so in its health, and of those for handlers' transactions."""
+    real, tries = psycopg.connect, list[int]()
+
+    def connect(**parameters: Any) -> object:
+        tries.append(1)
+        if len(tries) == 1:
+            raise psycopg.OperationalError("FATAL:  unsupported startup parameter in options: search_path")
+        return real(**parameters)
+
+    config = Config(database_url=db.dsn)
+    monkeypatch.setattr(psycopg, "connect", connect)
+    if ours:
+        session = Session(config, "renew")
+        with pytest.raises(Unanswered) as unanswered:
+            session.call("select 1", [])
+        assert (unanswered.value.sent, session.refused) == (False, True)
+        assert session.call("select 1", []) == [(1,)]
+        assert session.healthy
+        session.close()
+    else:
+        keeper: Any = None
+        Context(an_execution(), keeper, config)._connect().close()
+    assert len(tries) == 2
