@@ -39,6 +39,7 @@ class HandlerPool(ThreadPoolExecutor):
         self._on_idle = on_idle
         self._lock = threading.Lock()
         self._shares: dict[Execution, _Share] = {}
+        self._ended = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As ThreadPoolExecutor.submit, for the current execution."""
@@ -46,12 +47,14 @@ class HandlerPool(ThreadPoolExecutor):
         if execution is None:
             return super().submit(fn, *args, **kwargs)
         with self._lock:
+            if self._ended:
+                raise RuntimeError("the worker has stopped")
             share = self._shares.get(execution)
             if share is None:
                 share = self._shares[execution] = _Share()
             future = share.submit(fn, *args, **kwargs)
             share.calls += 1
-        future.add_done_callback(lambda _: self._done(execution))
+        future.add_done_callback(lambda _: self._done(execution, share))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -61,29 +64,34 @@ class HandlerPool(ThreadPoolExecutor):
         """Begin nothing of what waits. The threads that run go on until the process ends."""
         super().shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            shares = list(self._shares.values())
+            self._ended = True
+            shares, self._shares = list(self._shares.values()), {}
+        # Without the lock: a share tells of each call that it calls off while it holds one of its own, which
+        # `submit` takes second.
         for share in shares:
             share.shutdown(wait=False, cancel_futures=True)
 
     def busy(self, execution: Execution) -> bool:
         """Whether a call of `execution`, whose handler has ended, has not."""
         with self._lock:
-            return not self._dismissed(execution)
+            idle = self._taken_if_idle(execution)
+            busy = execution in self._shares
+        if idle is not None:
+            idle.shutdown(wait=False)
+        return busy
 
-    def _done(self, execution: Execution) -> None:
+    def _done(self, execution: Execution, share: _Share) -> None:
         with self._lock:
-            self._shares[execution].calls -= 1
-            idle = execution.ended and self._dismissed(execution)
-        if idle:
+            share.calls -= 1
+            idle = self._taken_if_idle(execution) if execution.ended else None
+        if idle is not None:
+            idle.shutdown(wait=False)
             self._on_idle(execution)
 
-    def _dismissed(self, execution: Execution) -> bool:
-        """Whether it has no threads, or none that are of use any more, which then end."""
+    def _taken_if_idle(self, execution: Execution) -> _Share | None:
+        """Its threads, of which none is of use any more: they are for the caller to end, without the lock."""
         share = self._shares.get(execution)
-        if share is not None and share.calls == 0:
-            share.shutdown(wait=False)
-            del self._shares[execution]
-        return execution not in self._shares
+        return self._shares.pop(execution) if share is not None and share.calls == 0 else None
 
 
 class LeavingPool(ThreadPoolExecutor):

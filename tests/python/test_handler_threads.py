@@ -9,14 +9,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from flowforge.config import Config
 from flowforge.worker import child
-from flowforge.worker.execution import Finish, StopReason
-from flowforge.worker.pool import MOST_THREADS
+from flowforge.worker.execution import Execution, Finish, StopReason
+from flowforge.worker.pool import MOST_THREADS, HandlerPool, current
 from tests.python.slots import Slots, an_execution
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
@@ -311,6 +312,36 @@ def test_a_thread_that_is_about_to_end_costs_nothing(
     gate.open()
     wait_until(lambda: bench.free() == 1, "the slot")
     assert (bench.executor.lost, bench.broken) == (0, [])
+
+
+def test_the_end_calls_off_what_waits_while_the_last_thread_ends(gate: Gate) -> None:
+    """Both tell of it at the same moment, which once hung the worker's stop."""
+    idle: list[Execution] = []
+    pool, execution = HandlerPool(idle.append), an_execution()
+
+    def calls() -> list[Future[Any]]:
+        current.set(execution)
+        return [pool.submit(gate.wait) for _ in range(MOST_THREADS + 1)]
+
+    *running, waiting = contextvars.copy_context().run(calls)
+    gate.await_arrivals(MOST_THREADS)
+    execution.end()
+
+    def end_the_others() -> None:
+        """All but the one that waits end before it is told of."""
+        gate.open()
+        for each in running:
+            each.result(20)
+        wait_until(lambda: share.calls == 1, "what is told of their ends")
+
+    share = pool._shares[execution]
+    callbacks: Any = waiting
+    callbacks._done_callbacks.insert(0, lambda _: end_the_others())
+    thread = threading.Thread(target=pool.end, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert waiting.cancelled()
 
 
 def test_when_a_blocked_loop_ends_the_others_can_still_use_threads(
