@@ -146,9 +146,13 @@ class Claimer(ABC):
 
     def _reserve(self, most: int, timeout: float) -> int:
         """Free slots, reserved; 0 when none came free in time."""
-        if not self.parts.finisher.wait_below(self._most_held, timeout):
-            return 0
-        return self.parts.executor.reserve(most, timeout)
+        slots = 0
+        if self.parts.finisher.wait_below(self._most_held, timeout):
+            slots = self.parts.executor.reserve(most, timeout)
+        if slots == 0:
+            # A connection lost since the last claim is not missed before the next, hours later perhaps.
+            self.session.resting = True
+        return slots
 
     def _claim(
         self, most: int, query: str, *arguments: Any, first: float | None = None
@@ -224,6 +228,7 @@ class Claimer(ABC):
             rows = self.session.call(TRACEPARENTS, pairs, limit=TRACEPARENTS_LIMIT)
         except (psycopg.Error, Unanswered) as exc:
             _log.warning("the traces that handlers belong to are not known", error=first_line(exc))
+            self.session.resting = True  # it does without
             return
         for execution, (traceparent,) in zip(executions, rows, strict=True):
             execution.claim = execution.claim._replace(traceparent=traceparent)

@@ -134,6 +134,8 @@ class Finisher:
         bounds. Empty at the end."""
         batch: list[_Ended] = []
         while not batch and not self._given_up.is_set() and not (self._closing and self._is_empty()):
+            # What was refused and forgotten is no trouble any more.
+            self._session.resting = self._is_empty()
             batch = self._take_arrived()
             now = time.monotonic()
             due = [each for each in self._later if each[0] <= now][:_MOST_LATER]

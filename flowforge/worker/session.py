@@ -51,8 +51,10 @@ class Session:
         self._shorten: Callable[[float], None] | None = None
         self._backoff = db.Backoff()
         self.lost_since_answer = 0
-        self.refused = False
-        """Whether nothing goes on for refusals; a call that succeeds unsets it."""
+        self.resting = False
+        """Whether its owner has nothing to ask, so that what it heard last says nothing of the present; the
+        next call unsets it."""
+        self._refused = False
         self._refusals = 0
 
     @property
@@ -61,9 +63,15 @@ class Session:
         return self._conn
 
     @property
+    def refused(self) -> bool:
+        """Whether nothing goes on for refusals, until a call succeeds or there is nothing to ask."""
+        return self._refused and not self.resting
+
+    @property
     def healthy(self) -> bool:
-        """Whether the last call was answered, and not refused in a way that nothing goes on."""
-        return self.lost_since_answer == 0 and not self.refused
+        """Whether the last call was answered, and not refused in a way that nothing goes on; or there is
+        nothing to ask."""
+        return self.resting or (self.lost_since_answer == 0 and not self._refused)
 
     def call(
         self,
@@ -79,6 +87,7 @@ class Session:
         Raises Unanswered, also while the connection string is refused, or psycopg.Error for a definite
         refusal, which changed nothing.
         """
+        self.resting = False
         begun = time.monotonic()
         try:
             conn = self._connected(limit)
@@ -94,18 +103,18 @@ class Session:
             too_much = sent and (no_memory or time.monotonic() - begun >= limit)
             self.give_up(exc)
             # Of a connection string that was good: a pooler was set up anew, perhaps, and will be again.
-            self.refused = self.refused or isinstance(exc, ConfigError)
+            self._refused = self._refused or isinstance(exc, ConfigError)
             raise Unanswered(first_line(exc), sent=sent, too_much=too_much) from exc
         self._answered()
         self._backoff.reset()
-        self._refusals, self.refused = 0, False
+        self._refusals, self._refused = 0, False
         return rows
 
     def stuck(self, exc: psycopg.Error) -> None:
         """Whoever calls has got nowhere, for this refusal: one that passes by itself may come a few times in
         a row until it is told."""
         self._refusals += 1
-        self.refused = self._refusals > (_PASSING_REFUSALS if db.is_transient(exc) else 0)
+        self._refused = self._refusals > (_PASSING_REFUSALS if db.is_transient(exc) else 0)
 
     def give_up(self, exc: Exception) -> None:
         """Close the connection, which `exc` says is lost, and tell of it once, until a call is answered."""

@@ -11,6 +11,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from flowforge import db as database
 from flowforge import listen
 from flowforge.worker import claiming
+from flowforge.worker.claim import TRACEPARENTS
 from flowforge.worker.context import Context
 from flowforge.worker.session import Session, Unanswered
 from tests.python.workbench import Bench, LossyProxy, Witness
@@ -176,3 +177,30 @@ def test_memory_that_runs_out_breaks_no_thread(bench: Bench, error: Exception) -
     assert (caught.value.sent, caught.value.too_much) == (True, True)
     assert session.call("select 2", []) == [(2,)]
     session.close()
+
+
+def test_a_connection_lost_after_the_last_claim_is_no_trouble_while_handlers_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked on it before a slot is free again: health would say for hours that there is no
+    database."""
+    real = Session.call
+
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        if query == TRACEPARENTS:
+            query = "select pg_terminate_backend(pg_backend_pid())"
+            params = []
+        return real(self, query, params, **options)
+
+    monkeypatch.setattr(Session, "call", call)
+    witness = Witness().closed()
+    bench.define(witness.workflow)
+    run = bench.trigger(witness.workflow)
+    with bench.worker(witness.workflow, concurrency=1, tracing=True) as worker:
+        session = worker.worker._claimer.session
+        witness.gate.await_arrivals()
+        wait_until(lambda: session.healthy, "health", 20)
+        assert session.lost_since_answer == 1
+        witness.gate.open()
+        assert bench.wait_run(run) == ["succeeded"]
+        wait_until(lambda: session.lost_since_answer == 0, "the next claim")

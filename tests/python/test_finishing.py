@@ -217,6 +217,17 @@ def test_health_is_told_of_reports_that_are_refused_again_and_again(report: Repo
     assert wire.told == [False, False, False, True, True]
 
 
+def test_health_is_told_no_more_of_a_report_that_is_forgotten() -> None:
+    """Its lease ran out meanwhile: with the next report, hours later perhaps, nothing would be wrong."""
+    wire = Full(psycopg.errors.InsufficientPrivilege)
+    sending = Sending(wire)
+    sending.finisher.start()
+    sending.put(Release("unstarted"))
+    wait_until(lambda: sending.keeper.held == 0 and wire.healthy, "health")
+    assert wire._refused
+    sending.end()
+
+
 def test_health_is_told_of_refused_renewals() -> None:
     for refusal, told in (
         (psycopg.errors.DiskFull, [False] * 5 + [True]),
