@@ -137,11 +137,19 @@ class Finisher:
             # What was refused and forgotten is no trouble any more.
             self._session.resting = self._is_empty()
             batch = self._take_arrived()
-            now = time.monotonic()
-            due = [each for each in self._later if each[0] <= now][:_MOST_LATER]
-            self._later = [each for each in self._later if each not in due]
-            batch += [each for _, each in due]
+            batch += self._take_due()
         return batch
+
+    def _take_due(self) -> list[_Ended]:
+        """Those put off whose moment has come: some, and one at most that may take long. At the end that one
+        waits for all others, which have little time left."""
+        now = time.monotonic()
+        due = [item for item in self._later if item[0] <= now]
+        short = [item for item in due if item[1].limit <= CALL_LIMIT][:_MOST_LATER]
+        long = [item for item in due if item[1].limit > CALL_LIMIT][:1]
+        taken = short if self._closing and short else [*short, *long]
+        self._later = [item for item in self._later if item not in taken]
+        return [each for _, each in taken]
 
     def _is_empty(self) -> bool:
         return self._queue.empty() and self._held_over is None and not self._later

@@ -11,7 +11,7 @@ from psycopg.adapt import Transformer
 
 from flowforge.config import Config
 from flowforge.worker.execution import Finish, Release, Report, StopReason
-from flowforge.worker.finishing import Finisher
+from flowforge.worker.finishing import Finisher, _Ended
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import Session, Unanswered
 from tests.python.slots import an_execution
@@ -189,6 +189,19 @@ def test_a_result_that_takes_long_on_the_wire_is_given_the_time_and_others_go_fi
     assert sent_through(wire, *reports) == {"finished_succeeded": 3}
     assert wire.rows == [1, 1, 1]
     assert wire.bytes[-1] == max(wire.bytes)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_of_results_that_take_long_one_goes_at_a_time(closing: bool) -> None:
+    """Each may take minutes in which no other result arrives. At the stop, all that do not go first."""
+    finisher = Sending(Wire()).finisher
+    first, second, small = (
+        _Ended(an_execution(), Finish("succeeded"), True, limit) for limit in (120.0, 120.0, 60.0)
+    )
+    finisher._put_off([first, second, small])
+    finisher._closing = closing
+    turns = [finisher._take_due() for _ in range(2 + closing)]
+    assert turns == ([[small], [first], [second]] if closing else [[small, first], [second]])
 
 
 class Full(Session):
