@@ -21,22 +21,33 @@ MOST_THREADS = 32
 class _Share(ThreadPoolExecutor):
     """The threads of one execution."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_room: Callable[[], bool]) -> None:
         super().__init__(MOST_THREADS, "flowforge-to-thread")
+        self._has_room = has_room
         self.calls = 0  # that have not ended
+
+    @property
+    def threads(self) -> int:
+        """How many there are."""
+        return len(self._threads)
+
+    def _adjust_thread_count(self) -> None:
+        # What waits is taken by the threads that there are.
+        if not self._threads or self._has_room():
+            super()._adjust_thread_count()
 
 
 class HandlerPool(ThreadPoolExecutor):
-    """The default executor of the handlers' event loops, in which each execution has threads of its own:
-    however many hang, others go on.
+    """The default executor of the handlers' event loops, in which each execution has threads of its own: one
+    always, more while all have fewer than `most`. However many hang, others go on.
 
     A coroutine can be cancelled, and a thread that it waits for cannot: that goes on, whatever became of the
     handler. `on_idle` is told of an execution when the last call of it ends.
     """
 
-    def __init__(self, on_idle: Callable[[Execution], None]) -> None:
+    def __init__(self, most: int, on_idle: Callable[[Execution], None]) -> None:
         super().__init__(MOST_THREADS, "flowforge-to-thread")  # for what is no execution's
-        self._on_idle = on_idle
+        self._most, self._on_idle = most, on_idle
         self._lock = threading.Lock()
         self._shares: dict[Execution, _Share] = {}
         self._ended = False
@@ -51,11 +62,14 @@ class HandlerPool(ThreadPoolExecutor):
                 raise RuntimeError("the worker has stopped")
             share = self._shares.get(execution)
             if share is None:
-                share = self._shares[execution] = _Share()
+                share = self._shares[execution] = _Share(self._has_room)
             future = share.submit(fn, *args, **kwargs)
             share.calls += 1
         future.add_done_callback(lambda _: self._done(execution, share))
         return future
+
+    def _has_room(self) -> bool:
+        return sum(share.threads for share in self._shares.values()) < self._most
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: an event loop does this to its default executor when it is closed, and others go on."""
