@@ -62,6 +62,13 @@ CLAIM_TASK_RUNS = f"""{_COLUMNS}
     order by c."position"
 """
 
+HOLD_TASK_RUNS = """
+    select c.task_run_id
+    from flowforge.claim_task_runs(
+        %s::bigint[], %s::uuid[], %s::text, %s::uuid, make_interval(secs => %s)) as c
+"""
+"""The same call, for the leases of what the claim holds already."""
+
 _NEXT = """
     from flowforge.claim_next(%s::text[], %s::text, %s::uuid, make_interval(secs => %s), %s::bigint) as c
     order by c."position"

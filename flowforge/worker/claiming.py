@@ -28,6 +28,7 @@ from flowforge.runner import crash_point
 from flowforge.worker.claim import (
     CLAIM_NEXT,
     CLAIM_TASK_RUNS,
+    HOLD_TASK_RUNS,
     TRACEPARENTS,
     WHAT_CLAIM_NEXT_HOLDS,
     Claim,
@@ -279,13 +280,20 @@ class QueueClaimer(Claimer):
         _, worker, claim_id, lease, _ = arguments
         first = too_much.first
         try:
-            held, _ = self._claim(1, WHAT_CLAIM_NEXT_HOLDS, *arguments, first=first)
-            for task_run_id, dispatch_id in held:
-                rows, sent = self._claim(
-                    1, CLAIM_TASK_RUNS, [task_run_id], [dispatch_id], worker, claim_id, lease, first=first
-                )
+            held, renewed = self._claim(1, WHAT_CLAIM_NEXT_HOLDS, *arguments, first=first)
+            names = [list(column) for column in zip(*held, strict=True)]
+            shortest, renewed_at = lease, renewed.last
+            for position in range(len(held)):
+                if time.monotonic() - renewed_at >= shortest / 3:
+                    # What waits its turn is not the lease keeper's yet.
+                    rest = [column[position:] for column in names]
+                    _, renewed = self._claim(1, HOLD_TASK_RUNS, *rest, worker, claim_id, lease, first=first)
+                    renewed_at = renewed.last
+                one = [column[position : position + 1] for column in names]
+                rows, sent = self._claim(1, CLAIM_TASK_RUNS, *one, worker, claim_id, lease, first=first)
                 if won := [answer.claim for answer in answers(rows) if answer.claim is not None]:
                     slots -= 1
+                    shortest = min(shortest, won[0].lease)
                     self._execute(won, sent)
         except Unanswered:
             pass  # told to end; the leases of the rest run out

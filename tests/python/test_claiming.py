@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -10,8 +12,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from flowforge import db as database
 from flowforge import listen
+from flowforge.config import Config
 from flowforge.worker import claiming
-from flowforge.worker.claim import TRACEPARENTS
+from flowforge.worker.claim import CLAIM_TASK_RUNS, HOLD_TASK_RUNS, TRACEPARENTS, WHAT_CLAIM_NEXT_HOLDS
+from flowforge.worker.claiming import QueueClaimer, Sent, TooMuch
 from flowforge.worker.context import Context
 from flowforge.worker.session import Session, Unanswered
 from tests.python.workbench import Bench, LossyProxy, Witness
@@ -122,6 +126,26 @@ def test_a_worker_that_cannot_try_to_listen_polls_and_tries_again(
         claimer: Any = worker.worker._claimer
         wait_until(lambda: claimer._hears is True, "another try")
         assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
+
+
+def test_what_waits_its_turn_in_parts_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts before may take longer than the leases of the rest, which nobody else renews."""
+    parts: Any = SimpleNamespace(config=Config(concurrency=3), executor=SimpleNamespace(give_back=int))
+    claimer = QueueClaimer(parts)
+    asked: list[tuple[str, Any]] = []
+
+    def claim(_: int, query: str, *arguments: Any, **__: Any) -> Any:
+        asked.append((query, arguments[0]))
+        names = query == WHAT_CLAIM_NEXT_HOLDS
+        return [(n, uuid4()) for n in (1, 2, 3)] if names else [], Sent(0.0, float("-inf"))
+
+    monkeypatch.setattr(claimer, "_claim", claim)
+    claimer._claim_in_parts(TooMuch("no answer", 0.0), [["default"], "me", uuid4(), 30.0, 3], 3)
+    assert asked[1:] == [
+        (HOLD_TASK_RUNS, [1, 2, 3]), (CLAIM_TASK_RUNS, [1]),
+        (HOLD_TASK_RUNS, [2, 3]), (CLAIM_TASK_RUNS, [2]),
+        (HOLD_TASK_RUNS, [3]), (CLAIM_TASK_RUNS, [3]),
+    ]  # fmt: skip
 
 
 def test_an_answer_that_does_not_arrive_is_asked_for_in_parts(
