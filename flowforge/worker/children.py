@@ -78,13 +78,16 @@ class Process:
         with suppress(OSError):  # it has ended already; `run` will see
             self._connection.send(setup)
 
-    def run(self, execution: Execution, renew_soon: Callable[[Execution], None]) -> child.Ended | None:
-        """Run the handler of `execution`; None when it was told to stop before. Raises Died; NotReady;
-        NotStarted, or OSError when that may pass."""
+    def run(
+        self, execution: Execution, renew_soon: Callable[[Execution], None], on_ready: Callable[[], None]
+    ) -> child.Ended | None:
+        """Run the handler of `execution`, telling `on_ready` first; None when it was told to stop before.
+        Raises Died; NotReady; NotStarted, or OSError when that may pass."""
         self._waker.clear()
         execution.runs_in(self)
         if not self._get_ready(execution):
             return None
+        on_ready()
         self.tasks += 1
         told = None
         try:
@@ -197,9 +200,7 @@ class Children:
         try:
             process = self._take()
             try:
-                ended = process.run(execution, self._renew_soon)
-                if ended is not None:
-                    self.problem = ""
+                ended = process.run(execution, self._renew_soon, self._no_problem)
             except NotReady:
                 self.problem = f"a process for handlers is not ready after {START_LIMIT:g} s"
                 _log.warning("a process for handlers is slow to start; giving the task run back")
@@ -216,6 +217,9 @@ class Children:
         report = unstarted(execution) if ended is None else _report(execution, ended)
         self._give_back(process, execution, spent=ended is not None and ended.spent)
         return report
+
+    def _no_problem(self) -> None:
+        self.problem = ""
 
     def close(self) -> None:
         """End the processes that are idle, and those that are not after their task."""

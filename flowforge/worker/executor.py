@@ -122,8 +122,7 @@ class Executor:
         self._slots.give_back(slots)
 
     def wake(self) -> None:
-        """Let a waiting `reserve` return at once, with nothing if nothing is free, and wait no more from now
-        on."""
+        """Let `reserve` wait for no slot any more, from now on: it answers with what is free."""
         self._slots.wake()
 
     @property
@@ -139,12 +138,12 @@ class Executor:
 
     @property
     def slots(self) -> dict[str, int]:
-        """How many slots are busy (reserved, or with a handler), free and lost."""
+        """How many slots are busy (reserved, with a handler, or kept by what it has left), free and lost."""
         return self._slots.states
 
     @property
     def lost(self) -> int:
-        """How many slots are lost to handlers that do not stop."""
+        """How many slots are lost to handlers that do not stop, or whose threads do not."""
         return self._slots.lost
 
     def start(self, executions: Iterable[Execution]) -> None:

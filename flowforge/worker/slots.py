@@ -65,14 +65,14 @@ class Slots:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """The worker is about to end: wait no more, and tell no more of lost slots."""
+        """The worker is about to end: wait no more, and tell no more that the last slot is lost."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     @property
     def lost(self) -> int:
-        """How many slots are lost to handlers that do not stop."""
+        """How many slots are lost to handlers that do not stop, or whose threads do not."""
         return self._lost
 
     @property

@@ -21,7 +21,7 @@ from flowforge.definition import Workflow
 from flowforge.errors import ConfigError, InvalidDefinition
 from flowforge.worker import child, children, executor
 from flowforge.worker.daemon import Worker, handlers_of
-from flowforge.worker.execution import Execution, Finish
+from flowforge.worker.execution import Execution, Finish, Release
 from tests.python import isolated_flows as flows
 from tests.python.cluster import PROGRAM, Process
 from tests.python.slots import an_execution
@@ -460,7 +460,7 @@ def test_a_process_that_was_given_back_is_not_killed_for_its_last_task(
 
         def __init__(self, _: child.Setup) -> None: ...
 
-        def run(self, execution: Execution, _: Callable[[Execution], None]) -> child.Ended:
+        def run(self, execution: Execution, *_: object) -> child.Ended:
             execution.runs_in(self)
             return child.Ended(Finish("succeeded"), False, "", False)
 
@@ -475,6 +475,25 @@ def test_a_process_that_was_given_back_is_not_killed_for_its_last_task(
     assert processes.run(execution) == Finish("succeeded")
     assert not execution.kill()
     assert killed == []
+
+
+def test_a_process_that_runs_handlers_is_no_problem_whatever_becomes_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Health would tell of a want of processes while there is one, and for as long as a handler runs."""
+
+    class Dies:
+        def __init__(self, _: child.Setup) -> None: ...
+
+        def run(self, _: Execution, __: object, on_ready: Callable[[], None]) -> child.Ended:
+            on_ready()
+            raise children.Died("SIGSEGV")
+
+    monkeypatch.setattr(children, "Process", Dies)
+    processes = children.Children(Config(), [], frozenset(), lambda _: None)
+    processes.problem = "no process for handlers can be started"
+    assert processes.run(an_execution()) == Release("crashed")
+    assert processes.problem == ""
 
 
 # -- the program
