@@ -47,12 +47,22 @@ def modules() -> Path:
     return target / "node_modules"
 
 
+# Of itself Node trusts the authorities that it was built with, and no other of the system's.
+_AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
+
+
 def _install(directory: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{program().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+    if _AUTHORITIES.exists():
+        environment.setdefault("NODE_EXTRA_CA_CERTS", str(_AUTHORITIES))
     npm = _wheel() / "lib/node_modules/npm/bin/npm-cli.js"
     done = subprocess.run(
         [program(), npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
         cwd=directory,
-        env={**os.environ, "PATH": f"{program().parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"},
+        env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
