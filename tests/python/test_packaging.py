@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 import urllib.error
@@ -100,8 +99,7 @@ def test_the_wheel_holds_the_package_and_its_sql_and_nothing_else(wheel: Path) -
 
 def test_the_sdist_builds_the_same_wheel(built: Path, wheel: Path, tmp_path: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    subprocess.run(["tar", "-xzf", sdist, "-C", tmp_path], check=True)
     again = build("wheel", tmp_path / "again", tmp_path / sdist.name.removesuffix(".tar.gz"))
     assert again.read_bytes() == wheel.read_bytes()
 
