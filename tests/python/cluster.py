@@ -350,4 +350,4 @@ class Cluster:
             confirms[dispatch].remove(own[0])
 
     def deadlocks(self) -> list[str]:
-        return [line for line in self.db.server.log_of(self.db.name) if "deadlock detected" in line]
+        return [line for line in self.db.log() if "deadlock detected" in line]

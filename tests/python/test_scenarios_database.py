@@ -157,7 +157,7 @@ def test_hd_43_time_outs_of_sessions(rabbit_cluster: Cluster) -> None:
             )
         )  # fmt: skip
         told = re.compile(rf"@{cluster.db.name}/(.*) (?:ERROR|FATAL): .*{why}")
-        lines = cluster.db.server.log_of(cluster.db.name)
+        lines = cluster.db.log()
         return {found[1].removeprefix("flowforge ") for line in lines if (found := told.search(line))}
 
     go, now = cluster.directory / "go", cluster.directory / "now"

@@ -22,6 +22,8 @@ class Database:
         self.template = template
         self.name = f"t_{uuid.uuid4().hex[:12]}"
         self._logins: list[str] = []
+        # What was logged before is not this database's, and grows with every test.
+        self._log_start = server.log_file.stat().st_size
         server.create_database(self.name, template)
 
     @property
@@ -51,9 +53,13 @@ class Database:
                 )
         return self.server.dsn(self.name, name)
 
+    def log(self) -> list[str]:
+        """The lines that the sessions in this database logged."""
+        return self.server.log_of(self.name, self._log_start)
+
     def forbidden_transitions(self) -> list[str]:
         """What transitions.sql rejected here, as logged: a daemon may have swallowed the error."""
-        return [line for line in self.server.log_of(self.name) if "forbidden transition" in line]
+        return [line for line in self.log() if "forbidden transition" in line]
 
     def drop(self) -> None:
         """Drop database and logins, ending their sessions; start the server if the test left it down."""

@@ -227,13 +227,17 @@ class PostgresServer:
         self.kill()
         self._scratch.remove()
 
-    def log(self) -> str:
-        """The server's whole log."""
-        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
+    def log(self, start: int = 0) -> str:
+        """The server's log, from a byte of it on."""
+        if not self.log_file.exists():
+            return ""
+        with self.log_file.open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
 
-    def log_of(self, dbname: str) -> list[str]:
-        """The lines that the sessions in one database logged."""
-        return [line for line in self.log().splitlines() if f"@{dbname}/" in line]
+    def log_of(self, dbname: str, start: int = 0) -> list[str]:
+        """The lines that the sessions in one database logged, from a byte of the log on."""
+        return [line for line in self.log(start).splitlines() if f"@{dbname}/" in line]
 
     def dsn(
         self, dbname: str = "postgres", user: str = "postgres", *, tcp: bool = False, **parameters: str
