@@ -16,9 +16,10 @@ from flowforge import db, log
 from flowforge.broker import Message, Outcome, PublishChannel, unusable
 from flowforge.broker.publish import Kind
 from flowforge.config import Config
+from flowforge.crash import crash_point
 from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable, ConfigError
 from flowforge.metrics import Metric, counted
-from flowforge.runner import Daemon, crash_point
+from flowforge.runner import Daemon
 
 _KEPT = {
     "refused": "the broker refused messages; kept for a later try",

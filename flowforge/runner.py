@@ -1,31 +1,24 @@
-"""The loop of every daemon, written once: connect, check, call `tick`, wait, reconnect, stop, say how one is.
+"""The loop of scheduler and publisher, written once: connect, call `tick`, wait, reconnect, stop, say how one
+is.
 
-A daemon is one duty with a `tick` that makes one bounded call; `run` does the rest. Parts of it (Stop,
-Health, check_start, crash_point, exit codes) serve the worker too, whose threads need a shape of their own.
+A daemon is one duty with a `tick` that makes one bounded call; `run` does the rest. The worker, whose threads
+need a shape of their own, shares its parts: `connecting`, `health`, `stopping`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
-import signal
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import psycopg
 
 from flowforge import db, exits, log
 from flowforge.config import Config
+from flowforge.connecting import connect
 from flowforge.errors import (
     BrokerBlocked,
     BrokerUnavailable,
@@ -35,287 +28,13 @@ from flowforge.errors import (
     FlowForgeError,
     MissingPrivilege,
     SchemaError,
-    first_line,
     from_database,
 )
-from flowforge.listen import Listener, Waker
+from flowforge.health import Health
+from flowforge.listen import Listener
 from flowforge.metrics import Metric, counted, of_daemon, serving
-from flowforge.migrate import check_schema
-from flowforge.stopping import SIGNALS, Remembered
-
-# With what daemons end.
-EXIT_OK = exits.EXIT_OK
-EXIT_ERROR = exits.EXIT_FAILED
-EXIT_CONFIG = exits.EXIT_CONFIG
-EXIT_DATABASE = exits.EXIT_DATABASE
-EXIT_SCHEMA = exits.EXIT_SCHEMA
-EXIT_PRIVILEGE = exits.EXIT_PRIVILEGE
-EXIT_BROKER = exits.EXIT_BROKER
-EXIT_NO_SLOTS = exits.EXIT_NO_SLOTS
-EXIT_FORCED = exits.EXIT_INTERRUPTED
-exit_code = exits.exit_code
-
-
-# -- stopping
-
-
-class Stop:
-    """A request to stop, shared by the threads of a process: asked once, take nothing new; asked twice, stop
-    now."""
-
-    def __init__(self) -> None:
-        # One entry for each request. To count is to read and then write, and a second request may come in
-        # between, from another thread or from a signal handler, which no lock may keep waiting.
-        self._requests: list[None] = []
-        self._flag = Waker()
-        self._callbacks: list[Callable[[], None]] = []
-
-    @property
-    def requested(self) -> bool:
-        """Whether to take nothing new."""
-        return len(self._requests) > 0
-
-    @property
-    def immediate(self) -> bool:
-        """Whether to stop now, finished or not."""
-        return len(self._requests) > 1
-
-    def request(self) -> None:
-        """Ask to stop. Safe from any thread and from signal handlers."""
-        self._requests.append(None)
-        self._flag.set()
-        for callback in self._callbacks:
-            callback()
-
-    def on_request(self, callback: Callable[[], None]) -> None:
-        """Call `callback` at every request, in the thread or signal handler that asks: it must take no lock.
-        Called at once when a request was made already."""
-        self._callbacks.append(callback)
-        if self.requested:
-            callback()
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for a request, at most `seconds`; whether there was one."""
-        return self._flag.wait(seconds)
-
-
-@contextmanager
-def signals(stop: Stop) -> Generator[Stop]:
-    """Within the block SIGTERM and SIGINT ask `stop`, for those too that `stopping` remembers. Main thread
-    only."""
-
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        stop.request()
-
-    before = {number: signal.signal(number, ask) for number in SIGNALS}
-    for handler in before.values():
-        if isinstance(handler, Remembered):
-            handler.take(stop.request)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# -- saying how one is
-
-
-class Health:
-    """The state of one daemon, kept in memory and, when a path is given, in a file that a health check can
-    read. Raises ConfigError when that file cannot be written.
-
-    States: starting, ok, no database, no broker, blocked, error, stopping, failed. Thread-safe.
-    """
-
-    def __init__(self, daemon: str, path: str | os.PathLike[str] | None = None) -> None:
-        self._lock = threading.Lock()
-        self._path = Path(path).absolute() if path else None  # a handler may change the directory
-        self._written_at = float("-inf")  # by time.monotonic(): nobody sets that clock
-        self._state: dict[str, Any] = {
-            "daemon": daemon,
-            "pid": os.getpid(),
-            "state": "starting",
-            "detail": "",
-            "last_tick": None,
-        }
-        try:
-            self._write()
-        except OSError as exc:
-            raise ConfigError(f"FLOWFORGE_HEALTH_FILE: cannot write {path}: {exc.strerror}") from None
-
-    @property
-    def state(self) -> str:
-        """The present state's name."""
-        return str(self._state["state"])
-
-    def report(self, state: str, detail: str = "") -> bool:
-        """Set the state; whether it changed."""
-        changed = (state, detail) != (self._state["state"], self._state["detail"])
-        self._state |= {"state": state, "detail": detail}
-        self.beat(force=changed)
-        return changed
-
-    def ticked(self, trouble: str = "") -> None:
-        """A tick was made: the state is ok, or error where there is `trouble`."""
-        self._state["last_tick"] = time.time()
-        self.report("error" if trouble else "ok", trouble)
-
-    def beat(self, *, force: bool = False) -> None:
-        """Write the file if it is older than a second. Call it every few seconds while alive."""
-        if time.monotonic() - self._written_at >= 1 or force:
-            # A full disk is no reason to stop working; whoever reads the file sees that it has grown old.
-            with suppress(OSError):
-                self._write()
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        with self._lock:
-            self._written_at = time.monotonic()
-            draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            draft.write_text(json.dumps(self._state | {"written": time.time()}))
-            draft.replace(self._path)
-
-
-_CLOCK_SLEW = 2.0  # seconds that a clock may be set back by as a matter of course
-
-
-def read_health(path: str | os.PathLike[str], max_age: float = 30.0) -> tuple[bool, str]:
-    """Whether the daemon that writes `path` is well, and one line saying how it is. It is well when it
-    reported within `max_age` seconds that its state is ok.
-
-    A report from the future was made before the clock was set back: it says nothing of how old it is, and a
-    daemon that is alive replaces it within seconds."""
-    try:
-        found = json.loads(Path(path).read_text())
-        age = time.time() - found["written"]
-        line = f"{found['daemon']}: {found['state']}" + (f" ({found['detail']})" if found["detail"] else "")
-        if found["last_tick"] is not None:
-            line += f", last tick {time.time() - found['last_tick']:.0f} s ago"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False, f"no health report in {path}"
-    if age < -_CLOCK_SLEW:
-        return False, f"{line}; the clock was set back by {-age:.0f} s since"
-    if age > max_age:
-        return False, f"{line}; silent for {age:.0f} s"
-    return found["state"] == "ok", line
-
-
-_passes: dict[str, int] = {}
-
-
-def crash_point(name: str) -> None:
-    """For tests: kill this process as by kill -9 when FLOWFORGE_CRASH_AT names this point, as in
-    `publisher:after-confirm`, or `publisher:after-confirm@3` for the third time it is passed. Not without
-    FLOWFORGE_TEST_CRASHES=1: one stray variable shall never kill a daemon."""
-    wanted, _, turn = os.environ.get("FLOWFORGE_CRASH_AT", "").partition("@")
-    if wanted == name and os.environ.get("FLOWFORGE_TEST_CRASHES") == "1":
-        _passes[name] = _passes.get(name, 0) + 1
-        if _passes[name] >= int(turn or 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-# -- starting
-
-
-def check_start(conn: db.Connection, functions: Iterable[str], role: str) -> None:
-    """Check that the schema is there and new enough, and that this login may execute `functions` (names
-    without the schema), as members of `role` may.
-
-    Raises SchemaError or MissingPrivilege, naming all that is missing and the remedy.
-    """
-    wanted = list(functions)
-    row = conn.execute(
-        """
-        select session_user::text, current_database()::text,
-               n.oid is not null, coalesce(has_schema_privilege(n.oid, 'usage'), false),
-               coalesce(array_agg(w.name order by w.name) filter (where p.oid is null), '{}'),
-               coalesce(array_agg(w.name order by w.name)
-                        filter (where not has_function_privilege(p.oid, 'execute')), '{}')
-        from unnest(%s::text[]) w(name)
-        left join pg_catalog.pg_namespace n on n.nspname = 'flowforge'
-        left join pg_catalog.pg_proc p on p.pronamespace = n.oid and p.proname = w.name
-        group by n.oid
-        """,
-        [wanted],
-    ).fetchone()
-    assert row is not None  # noqa: S101 -- an aggregate over a list that is never empty
-    login, database, exists, usable, missing, forbidden = row
-    if not exists:
-        raise SchemaError(f'database "{database}" has no schema flowforge; run `flowforge migrate`')
-    if missing:
-        raise SchemaError(
-            f"the schema is too old: it has no function {', '.join(missing)}; run `flowforge migrate`"
-        )
-    if not usable or forbidden:
-        lacks = ([] if usable else ["USAGE on schema flowforge"]) + [
-            f"EXECUTE on {name}" for name in forbidden
-        ]
-        raise MissingPrivilege(f'login "{login}" lacks {", ".join(lacks)}; remedy: grant {role} to "{login}"')
-    check_schema(conn)
-
-
-CHECK_LIMIT = 60.0
-"""Seconds after which a check that got no answer is given up with its connection."""
-
-
-def connect(config: Config, daemon: str, stop: Stop, functions: Iterable[str], role: str) -> db.Connection:
-    """A connection of `daemon` as the configuration says, checked as by `check_start`. The attempt, which may
-    take the connection time-out for each host, is given up when `stop` is requested.
-
-    Raises DatabaseUnavailable when a later try may succeed, DatabaseError when this login is refused for
-    good; SchemaError, MissingPrivilege or psycopg.Error from the check."""
-    attempt: Future[db.Connection] = Future()
-
-    def main() -> None:
-        try:
-            attempt.set_result(_checked(_connect(config, daemon), functions, role))
-        except Exception as exc:  # noqa: BLE001 -- raised where it is waited for
-            attempt.set_exception(exc)
-
-    # In a thread of its own: there is no socket yet that could be cut.
-    threading.Thread(target=main, name="flowforge-connect", daemon=True).start()
-    while not stop.requested:
-        with suppress(TimeoutError):
-            return attempt.result(0.1)
-    attempt.add_done_callback(lambda done: None if done.exception() else done.result().close())
-    raise DatabaseUnavailable("told to stop while connecting")
-
-
-def _checked(conn: db.Connection, functions: Iterable[str], role: str) -> db.Connection:
-    try:
-        with db.guard(conn, CHECK_LIMIT):
-            check_start(conn, functions, role)
-    except OSError as exc:  # no descriptor left for the guard
-        conn.close()
-        raise DatabaseUnavailable(str(exc)) from exc
-    except BaseException:
-        conn.close()
-        raise
-    return conn
-
-
-def _connect(config: Config, daemon: str) -> db.Connection:
-    try:
-        return db.connect(
-            config.database_url,
-            application_name=f"flowforge {daemon}",
-            connect_timeout=config.connect_timeout,
-            prepared_statements=config.prepared_statements,
-        )
-    except psycopg.Error as exc:
-        reason = db.refusal(exc)
-        if reason is not None:
-            raise DatabaseError(
-                f"the database refuses the connection: {reason} ({first_line(exc)})", exc.sqlstate
-            ) from exc
-        raise from_database(exc) from exc
-    except OSError as exc:  # no descriptors left
-        raise DatabaseUnavailable(str(exc)) from exc
-
-
-# -- the loop
+from flowforge.stopping import Stop, signals
+from flowforge.waking import Waker
 
 
 class Daemon(ABC):
@@ -373,7 +92,7 @@ def _run(daemon: Daemon, config: Config, stop: Stop, health: Health | None, *, a
     except ConfigError as exc:
         log.of(daemon.name).error(str(exc))
         daemon.close()
-        return exit_code(exc)
+        return exits.exit_code(exc)
     loop = _Loop(daemon, config, stop, health)
     try:
         with serving(config, loop.metrics) if alone else contextlib.nullcontext():
@@ -381,18 +100,18 @@ def _run(daemon: Daemon, config: Config, stop: Stop, health: Health | None, *, a
     except FlowForgeError as exc:
         log.of(daemon.name).error(str(exc))
         health.report("failed", str(exc))
-        return exit_code(exc)
+        return exits.exit_code(exc)
     except Exception as exc:  # noqa: BLE001 -- a mistake in the program must be told as well, in a thread too
         log.of(daemon.name).exception("unforeseen error")
         health.report("failed", f"{type(exc).__name__}: {exc}")
-        return EXIT_ERROR
+        return exits.EXIT_FAILED
     finally:
         loop.close()
     if stop.immediate:
-        return EXIT_FORCED
+        return exits.EXIT_INTERRUPTED
     health.report("stopping")
     log.of(daemon.name).info("stopped")
-    return EXIT_OK
+    return exits.EXIT_OK
 
 
 class _Loop:

@@ -18,8 +18,9 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.config import Config
+from flowforge.crash import crash_point
 from flowforge.metrics import Figures, Metric, counted
-from flowforge.runner import Daemon, crash_point
+from flowforge.runner import Daemon
 
 # For a transaction that was finishing when the declaration was committed.
 _MOMENT = 0.02

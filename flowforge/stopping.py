@@ -1,7 +1,7 @@
-"""Signals that ask a program to stop while there is nothing to stop yet, or nothing any more, or while it is
-not to be interrupted; and its end.
+"""Requests to stop, by signals too while there is nothing to stop yet, or nothing any more, or while it is
+not to be interrupted; and a program's end.
 
-Apart from the runner, whose imports alone take longer than some patience. `runner.signals` takes over.
+It imports little: what the daemons import takes longer than some patience, and signals are taken before.
 """
 
 from __future__ import annotations
@@ -16,11 +16,53 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from flowforge.waking import Waker
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_FORCED = 130
 
 LAST_MOMENT = 3.0
 """Seconds that threads get to end which handlers have left, and which the interpreter waits for."""
+
+
+class Stop:
+    """A request to stop, shared by the threads of a process: asked once, take nothing new; asked twice, stop
+    now."""
+
+    def __init__(self) -> None:
+        # One entry for each request. To count is to read and then write, and a second request may come in
+        # between, from another thread or from a signal handler, which no lock may keep waiting.
+        self._requests: list[None] = []
+        self._flag = Waker()
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def requested(self) -> bool:
+        """Whether to take nothing new."""
+        return len(self._requests) > 0
+
+    @property
+    def immediate(self) -> bool:
+        """Whether to stop now, finished or not."""
+        return len(self._requests) > 1
+
+    def request(self) -> None:
+        """Ask to stop. Safe from any thread and from signal handlers."""
+        self._requests.append(None)
+        self._flag.set()
+        for callback in self._callbacks:
+            callback()
+
+    def on_request(self, callback: Callable[[], None]) -> None:
+        """Call `callback` at every request, in the thread or signal handler that asks: it must take no lock.
+        Called at once when a request was made already."""
+        self._callbacks.append(callback)
+        if self.requested:
+            callback()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for a request, at most `seconds`; whether there was one."""
+        return self._flag.wait(seconds)
 
 
 class Remembered:
@@ -45,8 +87,27 @@ class Remembered:
             request()
 
 
+@contextlib.contextmanager
+def signals(stop: Stop) -> Iterator[Stop]:
+    """Within the block SIGTERM and SIGINT ask `stop`; so do those that came before and were remembered. Main
+    thread only."""
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        stop.request()
+
+    before = {number: signal.signal(number, ask) for number in SIGNALS}
+    for handler in before.values():
+        if isinstance(handler, Remembered):
+            handler.take(stop.request)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def remember() -> None:
-    """From now on SIGTERM and SIGINT wait for `runner.signals`, and leave the exit code alone after it. For
+    """From now on SIGTERM and SIGINT wait for `signals`, and leave the exit code alone after it. For
     programs, in their main thread."""
     handler = Remembered()
     for number in SIGNALS:

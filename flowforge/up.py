@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowforge import log, runner
+from flowforge import exits, log, runner
 from flowforge.client import Client, Defined
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.embedded import EmbeddedPostgres
 from flowforge.errors import ConfigError
+from flowforge.health import Health
 from flowforge.migrate import migrate
 from flowforge.scheduler import Scheduler
+from flowforge.stopping import Stop, signals
 from flowforge.worker.daemon import Worker, handlers_of
 from flowforge.worker.executor import Handler
 
@@ -49,9 +51,9 @@ class _Part:
 
     name: str
     main: Callable[[], int]
-    health: runner.Health
+    health: Health
     left_behind: Callable[[], bool] = lambda: False  # whether a handler is left that did not stop
-    code: int = runner.EXIT_ERROR
+    code: int = exits.EXIT_FAILED
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._run, name=f"flowforge-{self.name}", daemon=True)
@@ -72,7 +74,7 @@ def run(
     server: EmbeddedPostgres | None = None,
     ready: Callable[[Up], None] = lambda _: None,
     abandoned: Callable[[], None] = lambda: None,
-    stop: runner.Stop | None = None,
+    stop: Stop | None = None,
 ) -> int:
     """Runs all daemons until asked to stop; returns the exit code of the first one that failed, or 0.
 
@@ -88,7 +90,7 @@ def run(
     refused.
     """
     if stop is None:
-        with runner.signals(runner.Stop()) as own:
+        with signals(Stop()) as own:
             return run(
                 config, workflows, sources=sources, server=server, ready=ready, abandoned=abandoned, stop=own
             )
@@ -116,11 +118,11 @@ def run(
     except KeyboardInterrupt:
         if not stop.requested:
             raise
-        return runner.EXIT_FORCED if stop.immediate else runner.EXIT_OK
+        return exits.EXIT_INTERRUPTED if stop.immediate else exits.EXIT_OK
 
 
 @contextlib.contextmanager
-def _interrupted_by(stop: runner.Stop) -> Iterator[None]:
+def _interrupted_by(stop: Stop) -> Iterator[None]:
     """Within the block a request that is made in this thread, as by a signal, raises KeyboardInterrupt: there
     is nothing yet that would have to end in order, and much that may take long."""
     thread = threading.get_ident()
@@ -138,12 +140,12 @@ def _interrupted_by(stop: runner.Stop) -> Iterator[None]:
 
 
 def _parts(
-    config: Config, handlers: Mapping[str, Handler], sources: Sequence[str], stop: runner.Stop
+    config: Config, handlers: Mapping[str, Handler], sources: Sequence[str], stop: Stop
 ) -> list[_Part]:
     # One file cannot hold the health of several daemons: they report in memory, and `run` writes the worst.
     parts = [_daemon(Scheduler(config), config, stop)]
     if handlers:
-        health = runner.Health("worker")
+        health = Health("worker")
         worker = Worker(handlers, config, stop, health, sources=sources)
         parts.append(_Part("worker", worker.run, health, lambda: worker.left_behind))
     if config.uses_broker:
@@ -153,8 +155,8 @@ def _parts(
     return parts
 
 
-def _daemon(daemon: runner.Daemon, config: Config, stop: runner.Stop) -> _Part:
-    health = runner.Health(daemon.name)
+def _daemon(daemon: runner.Daemon, config: Config, stop: Stop) -> _Part:
+    health = Health(daemon.name)
     return _Part(daemon.name, lambda: runner.run(daemon, config, stop=stop, health=health), health)
 
 
@@ -162,10 +164,10 @@ def _run_parts(
     parts: list[_Part],
     config: Config,
     server: EmbeddedPostgres | None,
-    stop: runner.Stop,
+    stop: Stop,
     ready: Callable[[], None],
 ) -> int:
-    health = runner.Health("up", config.health_file)
+    health = Health("up", config.health_file)
     for part in parts:
         part.thread.start()
     try:
@@ -180,16 +182,16 @@ def _run_parts(
     if failure is not None:
         return failure
     if stop.immediate:
-        return runner.EXIT_FORCED
-    return next((part.code for part in parts if part.code != runner.EXIT_OK), runner.EXIT_OK)
+        return exits.EXIT_INTERRUPTED
+    return next((part.code for part in parts if part.code != exits.EXIT_OK), exits.EXIT_OK)
 
 
 def _watch(
     parts: list[_Part],
     server: EmbeddedPostgres | None,
-    stop: runner.Stop,
+    stop: Stop,
     ready: Callable[[], None],
-    health: runner.Health,
+    health: Health,
 ) -> int | None:
     """Until asked to stop. The exit code of what ended by itself, which asks for it too."""
     announced = False
@@ -205,11 +207,11 @@ def _watch(
             health.report(worst.health.state, f"{worst.name}: {worst.health.state}")
         ended = next((part for part in parts if not part.thread.is_alive()), None)
         if ended is not None and not stop.requested:
-            failure = ended.code or runner.EXIT_ERROR
+            failure = ended.code or exits.EXIT_FAILED
             _log.error("a daemon ended; stopping the others", part=ended.name)
             stop.request()
         elif server is not None and not server.alive:
-            failure = runner.EXIT_DATABASE
+            failure = exits.EXIT_DATABASE
             _log.error(
                 "the embedded PostgreSQL ended; stopping", log=str(server.log), error=server.log_tail(1)
             )
@@ -219,7 +221,7 @@ def _watch(
     return failure
 
 
-def _await(parts: list[_Part], config: Config, stop: runner.Stop) -> None:
+def _await(parts: list[_Part], config: Config, stop: Stop) -> None:
     """Returns when all parts have ended. Says what is waited for when that takes a moment."""
     deadline = time.monotonic() + _MOMENT
     for part in parts:

@@ -21,7 +21,7 @@ from flowforge import db
 from flowforge.config import Config
 from flowforge.errors import ConfigError, FlowForgeError, first_line
 from flowforge.log import visible
-from flowforge.runner import Stop, signals
+from flowforge.stopping import Stop, signals
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

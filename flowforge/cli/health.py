@@ -36,7 +36,7 @@ def health(ctx: click.Context, /, file: str | None, max_age: float, as_json: boo
     file = file or Config.from_environment().health_file
     if not file:
         raise ConfigError("no health file: name it, or set FLOWFORGE_HEALTH_FILE, as the daemon has it")
-    from flowforge.runner import read_health
+    from flowforge.health import read_health
 
     well, line = read_health(file, max_age)
     if as_json:

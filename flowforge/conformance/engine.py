@@ -20,13 +20,14 @@ from uuid import uuid4
 
 from psycopg import conninfo
 
-from flowforge import db, runner
+from flowforge import connecting, db, runner
 from flowforge.broker.desk import Desk
 from flowforge.config import Config
 from flowforge.conformance.proxy import DatabaseProxy, Proxy
 from flowforge.errors import ConfigError
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
+from flowforge.stopping import Stop
 
 _LOOK = 0.1  # seconds between two looks at a condition
 _QUIET = 1.0  # seconds without a tick, of ten a second, after which a handler counts as stopped
@@ -50,7 +51,7 @@ class Engine:
             namespace=self.name if config.uses_broker else "", poll_interval=0.2, queues=(self.name,)
         )
         self._worker_url, self._command, self.patience = worker_url, command, patience
-        self._stop = runner.Stop()
+        self._stop = Stop()
         self._threads: list[threading.Thread] = []
         self._runs: list[int] = []
         self._workflows = 0
@@ -62,7 +63,7 @@ class Engine:
             )
         self.desk = Desk(self.config) if config.uses_broker else None
         functions = "define_workflow", "dispatch_ready", "claim_next"
-        self._conn = runner.connect(self.config, "conformance", self._stop, functions, "flowforge_owner")
+        self._conn = connecting.connect(self.config, "conformance", self._stop, functions, "flowforge_owner")
         try:
             info = self._conn.info
             self._dbname = info.dbname

@@ -19,7 +19,7 @@ from flowforge.config import Config
 from flowforge.demo.workflow import census
 from flowforge.embedded import EmbeddedPostgres
 from flowforge.errors import FlowForgeError
-from flowforge.runner import Stop
+from flowforge.stopping import Stop
 
 
 @dataclass(frozen=True)

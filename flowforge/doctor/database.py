@@ -8,7 +8,7 @@ import time
 import psycopg
 from psycopg import errors as pg
 
-from flowforge import db, runner
+from flowforge import connecting, db
 from flowforge.doctor.setup import (
     Check,
     Setup,
@@ -151,7 +151,7 @@ def _schema(setup: Setup) -> Verdict:
     try:
         check_schema(setup.conn)
         if setup.role in _DAEMONS:
-            runner.check_start(setup.conn, _DAEMONS[setup.role], f"flowforge_{setup.role}")
+            connecting.check_start(setup.conn, _DAEMONS[setup.role], f"flowforge_{setup.role}")
     except SchemaError as error:
         too_old = "the schema is too old"
         setup.lacking["schema"] = setup.lacking["views"] = setup.lacking["operator"] = too_old

@@ -24,7 +24,7 @@ from typing import Any
 from flowforge import log
 from flowforge.config import Config
 from flowforge.errors import FlowForgeError
-from flowforge.listen import Waker
+from flowforge.waking import Waker
 from flowforge.worker import child
 from flowforge.worker.execution import Execution, Report, StopReason, judge, unstarted
 

@@ -22,9 +22,10 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.config import Config
+from flowforge.crash import crash_point
 from flowforge.errors import first_line
-from flowforge.listen import Waker, hears, readable
-from flowforge.runner import crash_point
+from flowforge.listen import hears
+from flowforge.waking import Waker, readable
 from flowforge.worker.claim import (
     CLAIM_NEXT,
     CLAIM_TASK_RUNS,

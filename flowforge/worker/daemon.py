@@ -20,7 +20,7 @@ from typing import Any
 
 import psycopg
 
-from flowforge import db, log, runner, stopping, tracing
+from flowforge import connecting, db, exits, log, stopping, tracing
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.errors import (
@@ -32,7 +32,9 @@ from flowforge.errors import (
     first_line,
     from_database,
 )
+from flowforge.health import Health
 from flowforge.metrics import Metric, counted, of_daemon, serving
+from flowforge.stopping import Stop, signals
 from flowforge.worker.children import Children
 from flowforge.worker.claiming import Claimer, Parts, QueueClaimer
 from flowforge.worker.context import Context
@@ -71,8 +73,8 @@ def run(
     config: Config,
     *,
     sources: Iterable[str] = (),
-    stop: runner.Stop | None = None,
-    health: runner.Health | None = None,
+    stop: Stop | None = None,
+    health: Health | None = None,
 ) -> int:
     """Run a worker until asked to stop and return its exit code.
 
@@ -89,7 +91,7 @@ def run(
     serve metrics as it is configured to.
     """
     if stop is None:
-        with runner.signals(runner.Stop()) as own:
+        with signals(Stop()) as own:
             worker = Worker(handlers, config, own, health, sources=sources, alone=True)
             with serving(config, worker.metrics):
                 code = worker.run()
@@ -127,8 +129,8 @@ class Worker:
         self,
         handlers: Mapping[str, Handler],
         config: Config,
-        stop: runner.Stop,
-        health: runner.Health | None = None,
+        stop: Stop,
+        health: Health | None = None,
         *,
         sources: Iterable[str] = (),
         alone: bool = False,
@@ -142,7 +144,7 @@ class Worker:
         self.name = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
         self.counts: Counter[str] = Counter()
         self._config, self._stop, self._alone = config, stop, alone
-        self.health = health or runner.Health("worker", config.health_file)
+        self.health = health or Health("worker", config.health_file)
         self._broken: str | None = None
         renew, finish = Session(config, "renew"), Session(config, "finish")
         self._keeper = LeaseKeeper(
@@ -221,10 +223,10 @@ class Worker:
             self.health.report("failed", str(exc))
             if self._messages is not None:
                 self._messages.channel.close()
-            return runner.exit_code(exc)
+            return exits.exit_code(exc)
         self._watch()
         # Not what comes of the stop, which abandons what does not end in time.
-        code = runner.EXIT_NO_SLOTS if self._executor.exhausted else runner.EXIT_ERROR
+        code = exits.EXIT_NO_SLOTS if self._executor.exhausted else exits.EXIT_FAILED
         if not self._stop.requested:
             self._break_down("what wakes the worker is gone; a handler may have closed its descriptors")
         self._shut_down()
@@ -236,7 +238,7 @@ class Worker:
 
     @property
     def _stopped(self) -> int:
-        return runner.EXIT_FORCED if self._stop.immediate else runner.EXIT_OK
+        return exits.EXIT_INTERRUPTED if self._stop.immediate else exits.EXIT_OK
 
     def _break_down(self, reason: str) -> None:
         if self._broken is None:
@@ -253,7 +255,7 @@ class Worker:
         backoff = db.Backoff()
         while not self._stop.requested:
             try:
-                runner.connect(self._config, "worker", self._stop, FUNCTIONS, ROLE).close()
+                connecting.connect(self._config, "worker", self._stop, FUNCTIONS, ROLE).close()
                 return
             except DatabaseUnavailable as exc:
                 reason = str(exc)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import psycopg
 
 from flowforge import log
+from flowforge.crash import crash_point
 from flowforge.db import is_transient
 from flowforge.errors import first_line
-from flowforge.runner import crash_point
 from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason, storable
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import CALL_LIMIT, Session, Unanswered, longer

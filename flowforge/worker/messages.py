@@ -19,8 +19,8 @@ import psycopg
 
 from flowforge import db, log
 from flowforge.broker import ConsumeChannel, Delivery
+from flowforge.crash import crash_point
 from flowforge.errors import first_line
-from flowforge.runner import crash_point
 from flowforge.worker.claim import CLAIM_TASK_RUNS, answers
 from flowforge.worker.claiming import Claimer, Parts, TooMuch
 from flowforge.worker.session import Unanswered

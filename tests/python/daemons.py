@@ -13,7 +13,9 @@ from psycopg.types.json import Jsonb
 
 from flowforge import runner
 from flowforge.config import Config
-from flowforge.runner import Daemon, Health, Stop
+from flowforge.health import Health
+from flowforge.runner import Daemon
+from flowforge.stopping import Stop
 from tests.services.database import Database
 from tests.services.process import wait_until
 

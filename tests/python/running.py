@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flowforge import Workflow, up
 from flowforge.config import Config
-from flowforge.runner import Stop
+from flowforge.stopping import Stop
 
 
 class Running:

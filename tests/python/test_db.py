@@ -1,7 +1,6 @@
 """Connections: what they are set to, which errors pass, and that no call and no wait hangs for ever."""
 
 import datetime
-import errno
 import socket
 import threading
 import traceback
@@ -27,12 +26,11 @@ from flowforge.errors import (
     SchemaError,
     from_database,
 )
-from flowforge.listen import Listener, Waker
 from tests.python.proxy import Proxy
 from tests.python.shell import Shell
 from tests.python.workbench import LossyProxy
 from tests.services.database import Database
-from tests.services.process import free_port, wait_until
+from tests.services.process import free_port
 
 TIMEOUT = 30.0
 
@@ -506,118 +504,3 @@ def test_a_cutoff_ends_a_call_and_never_raises_nor_strikes_another(db: Database)
             cutoff.cut()
             cutoff.close()
             assert [each.execute("select 1").fetchone() for each in (other, third)] == [(1,), (1,)]
-
-
-# -- waking
-
-
-def test_a_waker_stays_set_until_cleared() -> None:
-    waker = Waker()
-    assert not waker.is_set()
-    for _ in range(100_000):
-        waker.set()  # never blocks, whoever waits or not
-    assert waker.wait(TIMEOUT)
-    assert waker.is_set()
-    waker.clear()
-    assert not waker.is_set()
-    threading.Timer(0.01, waker.set).start()
-    assert waker.wait(TIMEOUT)
-
-
-@pytest.fixture
-def woken() -> threading.Semaphore:
-    """Released once for each call of `wake`."""
-    return threading.Semaphore(0)
-
-
-def backend(db: Database, name: str) -> int | None:
-    with db.connect() as conn:
-        row = conn.execute("select pid from pg_stat_activity where application_name = %s", [name]).fetchone()
-    return None if row is None else int(row[0])
-
-
-def test_a_listener_wakes_after_listening_and_for_each_notification(
-    db: Database, woken: threading.Semaphore
-) -> None:
-    listener = Listener(db.dsn, ["one", "Two's"], woken.release, name="test")
-    listener.start()
-    try:
-        assert woken.acquire(timeout=TIMEOUT)
-        with db.connect() as conn:
-            for channel in ("one", "Two's"):
-                conn.execute("select pg_notify(%s, '')", [channel])
-                assert woken.acquire(timeout=TIMEOUT)
-            # In autocommit, never inside a transaction: else the server's queue of notifications fills up.
-            query = "select state from pg_stat_activity where application_name = 'flowforge test listen'"
-            assert conn.execute(query).fetchall() == [("idle",)]
-    finally:
-        listener.close()
-    assert not listener.is_alive()
-    wait_until(lambda: backend(db, "flowforge test listen") is None, "the end of its session")
-
-
-def test_a_listener_that_loses_its_connection_comes_back_and_wakes(
-    db: Database, woken: threading.Semaphore, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "flowforge")
-    listener = Listener(db.dsn, ["one"], woken.release, name="test")
-    listener.start()
-    try:
-        assert woken.acquire(timeout=TIMEOUT)
-        with db.connect() as conn:
-            conn.execute("select pg_terminate_backend(%s)", [backend(db, "flowforge test listen")])
-            assert woken.acquire(timeout=TIMEOUT)  # whatever was committed meanwhile is to be looked at
-            conn.execute("notify one")
-            assert woken.acquire(timeout=TIMEOUT)
-    finally:
-        listener.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        "listening connection lost; reconnecting",
-        "listening again on a new connection",
-    ]
-
-
-def test_a_listener_on_a_dead_path_is_replaced(db: Database, woken: threading.Semaphore) -> None:
-    with Proxy(db.server.port) as proxy:
-        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable connect_timeout=2"
-        listener = Listener(dsn, ["one"], woken.release, name="test", check_every=0.2, check_timeout=0.5)
-        listener.start()
-        try:
-            assert woken.acquire(timeout=TIMEOUT)
-            proxy.stalled = True
-            wait_until(lambda: not listener.listening.is_set(), "the dead path to be noticed")
-            proxy.stalled = False
-            assert woken.acquire(timeout=TIMEOUT)
-            with db.connect() as conn:
-                conn.execute("notify one")
-            assert woken.acquire(timeout=TIMEOUT)
-        finally:
-            listener.close()
-
-
-def test_where_notifications_never_arrive_one_warning_is_given_and_polling_is_left(
-    db: Database, woken: threading.Semaphore, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Proxy(db.server.port, pooled=True) as proxy:
-        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable"
-        listener = Listener(dsn, ["one"], woken.release, name="test")
-        listener.start()
-        listener.join(TIMEOUT)
-        assert listener.polling_only
-        assert not listener.is_alive()
-        listener.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        "LISTEN hears nothing (a pooler?); going on by polling only"
-    ]
-    assert backend(db, "flowforge test listen") is None
-
-
-def test_a_waker_for_which_there_are_no_descriptors_is_no_more_than_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail() -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr("flowforge.listen.socket.socketpair", fail)
-    with pytest.raises(OSError, match="Too many open files"):
-        Waker()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowforge import runner
-from flowforge.runner import Health, read_health
+from flowforge import health as health_module
+from flowforge.health import Health, read_health
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         off += seconds
 
     clocks = SimpleNamespace(time=lambda: time.time() + off, monotonic=time.monotonic)
-    monkeypatch.setattr(runner, "time", clocks)
+    monkeypatch.setattr(health_module, "time", clocks)
     return move
 
 
@@ -29,7 +29,7 @@ def test_a_clock_that_is_set_back_keeps_no_report_from_being_written(
     tmp_path: Path, set_clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("flowforge.runner.time.monotonic", lambda: now)
+    monkeypatch.setattr("flowforge.health.time.monotonic", lambda: now)
     path = tmp_path / "health"
     health = Health("probe", path)
     health.ticked()
@@ -52,7 +52,7 @@ def test_a_report_from_the_future_says_nothing(tmp_path: Path, set_clock: Callab
 
 def test_reports_are_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(runner, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+    monkeypatch.setattr(health_module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
     health = Health("probe", path := tmp_path / "health")
     health.ticked()
     path.unlink()

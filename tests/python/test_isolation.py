@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from flowforge import runner
+from flowforge import exits
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.errors import ConfigError, InvalidDefinition
+from flowforge.stopping import Stop
 from flowforge.worker import child, children, executor
 from flowforge.worker.daemon import Worker, handlers_of
 from flowforge.worker.execution import Execution, Finish, Release
@@ -349,7 +350,7 @@ def test_a_process_that_is_of_no_use_ends_the_worker(
     run = scene.trigger(flows.pid)
     source = handlers_in(scene, monkeypatch, code)
     with scene.worker(flows.pid, sources=[source], memory_limit=64) as worker:
-        assert worker.wait_ended() == runner.EXIT_ERROR
+        assert worker.wait_ended() == exits.EXIT_FAILED
         assert worker.worker.health.state == "failed"
     assert told in caplog.text
     task = scene.bench.task(run, "task")
@@ -401,7 +402,7 @@ while not Path({str(scene.directory / "go")!r}).exists(): pass
 def test_without_the_names_of_modules_there_are_no_processes(scene: Scene) -> None:
     config = scene.bench.config.replace(isolation="processes")
     with pytest.raises(ConfigError, match=r"'pid\.task' is to run in a process of its own"):
-        Worker(handlers_of([flows.pid]), config, runner.Stop())
+        Worker(handlers_of([flows.pid]), config, Stop())
 
 
 def test_while_there_can_be_no_more_processes_they_are_waited_for(

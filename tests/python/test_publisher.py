@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from flowforge import runner
+from flowforge import exits
 from flowforge.broker import ConsumeChannel, PublishChannel
 from flowforge.config import Config
 from flowforge.db import Connection
 from flowforge.errors import ConfigError
+from flowforge.health import read_health
 from flowforge.publisher import Publisher
-from flowforge.runner import read_health
 from tests.python.amqp_proxy import AmqpProxy
 from tests.python.channels import User
 from tests.python.daemons import TIMEOUT, Flow, Running, process
@@ -139,7 +139,7 @@ def test_every_order_becomes_a_message_that_any_language_can_read(
             wait_until(lambda: moved[-1] == 0, "a look that finds nothing")
             box.dispatch()
             wait_until(lambda: box.unpublished() == 0, "the notified order")
-    assert running.code == runner.EXIT_OK
+    assert running.code == exits.EXIT_OK
 
 
 def test_more_orders_than_a_batch_all_go_out_once(config: Config, outbox: Callable[..., Outbox]) -> None:
@@ -315,7 +315,7 @@ def test_queues_that_all_have_other_arguments_end_the_publisher_at_the_start_and
     box.dispatch()
     daemon = process("Publisher", config.replace(health_file=str(tmp_path / "health")))
     _, errors = daemon.communicate(timeout=TIMEOUT)
-    assert daemon.returncode == runner.EXIT_BROKER
+    assert daemon.returncode == exits.EXIT_BROKER
     (line,) = [line for line in map(json.loads, errors.splitlines()) if line["level"] == "error"]
     assert f"queue '{box.name_of()}' exists with other arguments" in line["event"]
     assert read_health(tmp_path / "health")[1].startswith("publisher: failed")
@@ -341,7 +341,7 @@ def test_a_queue_with_other_arguments_among_others_is_refused_alone(
         finally:
             daemon.terminate()
             _, errors = daemon.communicate(timeout=TIMEOUT)
-        assert daemon.returncode == runner.EXIT_OK
+        assert daemon.returncode == exits.EXIT_OK
         (line,) = [line for line in map(json.loads, errors.splitlines()) if line["level"] == "error"]
         assert (line["queue"], line["error"].startswith(said.rstrip("%"))) == ("evil", True)
     assert box.value("select min(tries) from flowforge.outbox where published_at is null") >= 1
@@ -381,7 +381,7 @@ def test_a_user_who_may_not_publish_costs_no_task_run_and_is_waited_for(
             user.may_write(".*")
             wait_until(lambda: box.unpublished() == 0, "the marks")
             running.until("ok")
-        assert running.code == runner.EXIT_OK
+        assert running.code == exits.EXIT_OK
     finally:
         user.delete()
     assert sorted(properties.message_id for properties, _ in box.messages()) == box.dispatches()
@@ -403,7 +403,7 @@ def test_a_blocked_broker_leaves_no_transaction_open_and_is_reported(
             # Another one is stopped while blocked.
             with Running(Publisher(config), config) as other:
                 other.until("blocked")
-            assert other.code == runner.EXIT_OK
+            assert other.code == exits.EXIT_OK
             assert sum(each.name == "flowforge-broker-publisher" for each in threading.enumerate()) == 1
             assert running.health.state == "blocked"
             assert box.unpublished() == 3

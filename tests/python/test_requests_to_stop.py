@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flowforge import runner
+from flowforge import connecting, exits
 from flowforge.config import Config
 from flowforge.db import Connection
 from flowforge.listen import Listener
-from flowforge.runner import Daemon, Stop
-from flowforge.stopping import Remembered
+from flowforge.runner import Daemon
+from flowforge.stopping import Remembered, Stop
 from tests.python.daemons import TIMEOUT, Running
 from tests.python.workbench import RunningWorker, Witness
 from tests.services.database import Database
@@ -117,7 +117,7 @@ def test_a_daemon_that_connects_stops_at_once(silent: Silent) -> None:
         silent.await_connection()
         running.stop.request()
         running.join()
-    assert running.code == runner.EXIT_OK
+    assert running.code == exits.EXIT_OK
     assert running.health.state == "stopping"
 
 
@@ -134,7 +134,7 @@ def test_a_worker_that_connects_stops_at_once_and_tells_of_no_outage(silent: Sil
     worker.worker.health.report = spy  # type: ignore[method-assign]
     worker.asked.request()
     worker.wait_ended(TIMEOUT)
-    assert (worker.code, states) == (runner.EXIT_OK, ["stopping"])
+    assert (worker.code, states) == (exits.EXIT_OK, ["stopping"])
 
 
 def test_a_start_whose_check_is_not_answered_stops_at_once(db: Database) -> None:
@@ -161,13 +161,13 @@ def test_a_start_whose_check_is_not_answered_stops_at_once(db: Database) -> None
         await_check()
         worker.asked.request()
         worker.wait_ended(TIMEOUT)
-    assert (running.code, worker.code) == (runner.EXIT_OK, runner.EXIT_OK)
+    assert (running.code, worker.code) == (exits.EXIT_OK, exits.EXIT_OK)
 
 
 def test_a_start_whose_check_is_not_answered_tries_again(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "CHECK_LIMIT", 0.5)
+    monkeypatch.setattr(connecting, "CHECK_LIMIT", 0.5)
     with db.connect() as connection:
         connection.execute(
             """
@@ -178,7 +178,7 @@ def test_a_start_whose_check_is_not_answered_tries_again(
         )
     worker = RunningWorker((Witness().workflow,), Config(database_url=db.dsn))
     wait_until(lambda: worker.worker.health.state == "ok", "the start", TIMEOUT)
-    assert worker.stop() == runner.EXIT_OK
+    assert worker.stop() == exits.EXIT_OK
 
 
 def test_closing_a_listener_that_connects_waits_for_nothing(silent: Silent) -> None:

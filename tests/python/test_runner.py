@@ -1,10 +1,8 @@
 """The loop of every daemon: it wakes, outlasts what passes, ends with one line where nothing heals, stops."""
 
-import contextvars
 import errno
 import io
 import json
-import logging
 import os
 import re
 import signal
@@ -19,8 +17,8 @@ from typing import Any, ClassVar
 import psycopg
 import pytest
 
+from flowforge import connecting, exits, log, runner
 from flowforge import db as database
-from flowforge import log, runner
 from flowforge.config import Config
 from flowforge.errors import (
     BrokerBlocked,
@@ -30,8 +28,10 @@ from flowforge.errors import (
     DatabaseUnavailable,
     FlowForgeError,
 )
+from flowforge.health import Health, read_health
 from flowforge.migrate import SCHEMA_VERSION
-from flowforge.runner import Daemon, Health, Stop, read_health
+from flowforge.runner import Daemon
+from flowforge.stopping import Stop
 from tests.python.daemons import CHECKOUT, TIMEOUT, Running, process
 from tests.python.proxy import Proxy
 from tests.services.database import Database
@@ -107,7 +107,7 @@ def test_work_is_followed_by_the_next_tick_at_once_and_a_notification_wakes(conf
         before = probe.ticks
         notify(config)
         wait_until(lambda: probe.ticks > before, "the notification's tick")
-    assert running.code == runner.EXIT_OK
+    assert running.code == exits.EXIT_OK
     assert probe.closed
     assert probe.connections == 1
 
@@ -218,7 +218,7 @@ def test_an_unforeseen_error_of_the_database_is_outlasted_and_shown(config: Conf
     with running:
         wait_until(lambda: probe.ticks >= 3, "the tick after the error")
     assert "error division by zero" in states
-    assert running.code == runner.EXIT_OK
+    assert running.code == exits.EXIT_OK
 
 
 def test_a_moment_without_descriptors_is_outlasted_and_shown(
@@ -251,7 +251,7 @@ def test_a_moment_without_descriptors_is_outlasted_and_shown(
     lacks(*lacking.pop(0))
     with running:
         wait_until(lambda: seen[-1:] == ["ok: "], "a tick")
-    assert (running.code, seen.count(f"no database: {full}")) == (runner.EXIT_OK, 3)
+    assert (running.code, seen.count(f"no database: {full}")) == (exits.EXIT_OK, 3)
 
 
 @pytest.mark.parametrize(("where", "name"), [(psycopg, "connect"), (database, "guard")])
@@ -265,7 +265,7 @@ def test_a_connection_for_which_there_is_no_descriptor_may_be_had_later(
 
     monkeypatch.setattr(where, name, fail)
     with pytest.raises(DatabaseUnavailable, match="Too many open files"):
-        runner.connect(config, "worker", runner.Stop(), (), "flowforge_worker")
+        connecting.connect(config, "worker", Stop(), (), "flowforge_worker")
 
 
 def start_fails(config: Config, written: Callable[[], list[dict[str, object]]]) -> tuple[int, str]:
@@ -285,14 +285,14 @@ def test_what_no_waiting_heals_ends_the_start_with_one_line(
 ) -> None:
     wrong = config.replace(database_url=db.server.dsn(db.name, tcp=True) + " password=s3cret")
     code, line = start_fails(wrong, written)
-    assert code == runner.EXIT_DATABASE
+    assert code == exits.EXIT_DATABASE
     assert "wrong login or password" in line
     assert "s3cret" not in line
 
 
 def test_a_missing_setting_ends_the_start(written: Callable[[], list[dict[str, object]]]) -> None:
     code, line = start_fails(Config(), written)
-    assert code == runner.EXIT_CONFIG
+    assert code == exits.EXIT_CONFIG
     assert "FLOWFORGE_DATABASE_URL is not set" in line
 
 
@@ -302,7 +302,7 @@ def test_a_password_that_is_not_escaped_shows_neither_in_log_nor_health_nor_on_t
     url = "postgresql://u:p@S3CRET@127.0.0.1:1/db"
     config = Config(database_url=url, health_file=str(tmp_path / "health"))
     code, line = start_fails(config, written)
-    assert code == runner.EXIT_CONFIG
+    assert code == exits.EXIT_CONFIG
     assert "%40 for @" in line
     health = Path(config.health_file).read_text()
     assert "%40 for @" in health
@@ -314,7 +314,7 @@ def test_a_password_that_is_not_escaped_shows_neither_in_log_nor_health_nor_on_t
         text=True,
         check=False,
     )
-    assert command.returncode == runner.EXIT_CONFIG
+    assert command.returncode == exits.EXIT_CONFIG
     assert "%40 for @" in command.stderr
     assert "S3CRET" not in str(written()) + health + command.stdout + command.stderr
 
@@ -336,7 +336,7 @@ def test_a_schema_that_is_too_old_ends_the_start(
     with db.connect() as conn:
         conn.execute(change.encode())
     code, line = start_fails(config, written)
-    assert code == runner.EXIT_SCHEMA
+    assert code == exits.EXIT_SCHEMA
     assert said in line
     assert "run `flowforge migrate`" in line
 
@@ -358,7 +358,7 @@ def test_missing_privileges_are_named_with_the_remedy(
     dsn = db.create_login(*groups)
     name = psycopg.conninfo.conninfo_to_dict(dsn)["user"]
     code, line = start_fails(config.replace(database_url=dsn), written)
-    assert code == runner.EXIT_PRIVILEGE
+    assert code == exits.EXIT_PRIVILEGE
     assert line == f'login "{name}" lacks {lacks}; remedy: grant flowforge_scheduler to "{name}"'
 
 
@@ -386,10 +386,10 @@ def test_a_connection_string_that_is_refused_is_outlasted_by_a_daemon_under_way(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pooler says `unsupported startup parameter` of it, for one, after it was set up anew."""
-    real = runner._connect
+    real = connecting._connect
 
     def refuse(*_: Any) -> Any:
-        monkeypatch.setattr(runner, "_connect", real)
+        monkeypatch.setattr(connecting, "_connect", real)
         raise ConfigError("unsupported startup parameter: options")
 
     probe = Probe()
@@ -404,12 +404,12 @@ def test_a_connection_string_that_is_refused_is_outlasted_by_a_daemon_under_way(
     running.health.report = spy  # type: ignore[method-assign]
     with running:
         wait_until(lambda: running.health.state == "ok", "the start")
-        monkeypatch.setattr(runner, "_connect", refuse)
+        monkeypatch.setattr(connecting, "_connect", refuse)
         terminate(config, "flowforge probe")
         notify(config)
         wait_until(lambda: probe.connections == 2, "the return")
     assert "error" in states
-    assert running.code == runner.EXIT_OK
+    assert running.code == exits.EXIT_OK
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_a_misconfigured_broker_ends_the_daemon(
     running = Running(Probe(fail), config)
     with running:
         running.join()
-    assert running.code == runner.EXIT_BROKER
+    assert running.code == exits.EXIT_BROKER
     assert [line["event"] for line in written() if line["level"] == "error"] == [
         "queue 'q' exists with other arguments"
     ]
@@ -462,7 +462,7 @@ def test_a_mistake_in_the_program_ends_the_daemon_with_its_traceback(
     running = Running(Probe(fail), config)
     with running:
         running.join()
-    assert running.code == runner.EXIT_ERROR
+    assert running.code == exits.EXIT_FAILED
     assert running.health.state == "failed"
     assert [line for line in written() if "KeyError: 'mistake'" in str(line.get("traceback"))]
 
@@ -478,7 +478,7 @@ def test_a_second_request_ends_a_tick_that_would_not_end(config: Config) -> None
         running.stop.request()
         assert (running.stop.requested, running.stop.immediate) == (True, False)
         # Leaving the block asks for the second time.
-    assert running.code == runner.EXIT_FORCED
+    assert running.code == exits.EXIT_INTERRUPTED
 
 
 def test_a_second_request_cuts_its_own_connection_whatever_its_descriptor_is_now(
@@ -497,7 +497,7 @@ def test_a_second_request_cuts_its_own_connection_whatever_its_descriptor_is_now
         with Running(probe, config) as running:
             wait_until(lambda: probe.ticks == 2, "the tick")
             running.stop.request()
-        assert running.code == runner.EXIT_FORCED
+        assert running.code == exits.EXIT_INTERRUPTED
         assert other.execute("select 1").fetchone() == (1,)
 
 
@@ -536,7 +536,7 @@ def test_a_health_file_that_cannot_be_written_ends_the_start(
 ) -> None:
     probe = Probe()
     code = runner.run(probe, config.replace(health_file=str(tmp_path / "no/such/folder")), stop=Stop())
-    assert code == runner.EXIT_CONFIG
+    assert code == exits.EXIT_CONFIG
     assert probe.closed
     ((event),) = [str(line["event"]) for line in written()]
     assert event.startswith(f"FLOWFORGE_HEALTH_FILE: cannot write {tmp_path}/no/such/folder: No such file")
@@ -571,7 +571,7 @@ def test_a_signal_stops_an_idle_daemon(config: Config, tmp_path: Path, number: s
     wait_until(lambda: read_health(config.health_file)[0], "the start")
     daemon.send_signal(number)
     _, errors = daemon.communicate(timeout=TIMEOUT)
-    assert daemon.returncode == runner.EXIT_OK
+    assert daemon.returncode == exits.EXIT_OK
     events = [json.loads(line)["event"] for line in errors.splitlines()]
     assert events == ["connected to PostgreSQL", "stopped"]
 
@@ -597,111 +597,9 @@ def test_one_stray_variable_kills_no_daemon(config: Config, tmp_path: Path) -> N
     wait_until(lambda: read_health(config.health_file)[0], "a tick")
     daemon.terminate()
     daemon.communicate(timeout=TIMEOUT)
-    assert daemon.returncode == runner.EXIT_OK
+    assert daemon.returncode == exits.EXIT_OK
 
 
 def test_importing_the_runner_loads_neither_pika_nor_yoyo() -> None:
     command = "import sys, flowforge.runner; sys.exit(bool({'pika', 'yoyo'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", command], cwd=CHECKOUT, check=True)
-
-
-# -- logs
-
-
-def test_no_line_raises_once_the_stream_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end the thread that has something to tell."""
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    log.configure("text", "info")
-    try:
-        stream.close()
-        log.of("probe").info("to nobody")
-        try:
-            raise ValueError("why")
-        except ValueError:
-            log.of("probe").exception("to nobody")
-    finally:
-        log.reset()
-
-
-def test_an_event_of_several_lines_is_one_line() -> None:
-    stream = io.StringIO()
-    log.configure("text", "info", stream)
-    try:
-        log.of("probe").error('no schema\nHINT: run `migrate` für "x"', error="a\nb")
-    finally:
-        log.reset()
-    (line,) = stream.getvalue().splitlines()
-    assert line.endswith(r'error   probe: "no schema\nHINT: run `migrate` für \"x\"" error="a\nb"')
-
-
-def fresh_root(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """The root logger as a program finds it. No fixture: pytest adds its own once those are made."""
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(root, "level", logging.WARNING)
-    return root
-
-
-def test_what_others_log_has_the_same_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    root, stream = fresh_root(monkeypatch), io.StringIO()
-    log.configure_others("text", "debug", ["root_of_mine.flows:etl"], stream)
-    context = contextvars.copy_context()
-    context.run(log.about, run=7, task="a b")
-    context.run(logging.getLogger("library").warning, "in %s", "it")
-    logging.getLogger("root_of_mine.other").debug("outside")
-    logging.getLogger("library").info("not shown")
-    inside, outside = stream.getvalue().splitlines()
-    assert inside.endswith('warning library: in it run=7 task="a b"')
-    assert outside.endswith("debug   root_of_mine.other: outside")
-    log.configure_others("json", "debug", [], stream)
-    assert len(root.handlers) == 1
-
-
-def test_what_a_logger_writes_by_itself_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh_root(monkeypatch)
-    stream, own = io.StringIO(), io.StringIO()
-    handler = logging.StreamHandler(own)
-    handler.setLevel(logging.WARNING)
-    written = logging.getLogger("writes_by_itself")
-    monkeypatch.setattr(written, "handlers", [handler])
-    quiet = logging.getLogger("library_without_output")
-    monkeypatch.setattr(quiet, "handlers", [logging.NullHandler()])  # as libraries do
-    log.configure_others("text", "info", ["writes_by_itself"], stream)
-    written.getChild("part").warning("once")
-    written.info("not by it")
-    quiet.warning("not by it either")
-    assert own.getvalue() == "once\n"
-    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == [
-        "not by it",
-        "not by it either",
-    ]
-
-
-def test_logging_that_a_module_has_set_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    root, handler = fresh_root(monkeypatch), logging.NullHandler()
-    root.addHandler(handler)
-    log.configure_others("text", "debug", ["another_of_mine"])
-    assert (root.handlers, root.level) == ([handler], logging.WARNING)
-    assert logging.getLogger("another_of_mine").level == logging.NOTSET
-
-
-def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
-    stream = io.StringIO()
-    log.configure("text", "info", stream)
-    try:
-        probe = log.of("probe")
-        probe.info("did it", run=1, error='a "b" c', empty="")
-        probe.info("nothing for terminals", error="\x1b[2J\x9b")
-        probe.debug("not shown")
-        try:
-            raise ValueError("why")
-        except ValueError:
-            probe.exception("failed", token=2)
-    finally:
-        log.reset()
-    first, hostile, second, *trace = stream.getvalue().splitlines()
-    assert hostile.endswith(r"error=\x1b[2J\x9b")
-    assert first.endswith('info    probe: did it run=1 error="a \\"b\\" c" empty=""')
-    assert second.endswith("error   probe: failed token=2")
-    assert trace[-1] == "ValueError: why"

@@ -18,11 +18,13 @@ import psutil
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from flowforge import Client, Context, Workflow, exits, runner, up
+from flowforge import Client, Context, Workflow, exits, up
 from flowforge.config import Config
 from flowforge.embedded import EmbeddedPostgres, running_dsn
 from flowforge.errors import ConfigError, InvalidDefinition
+from flowforge.health import read_health
 from flowforge.migrate import _LOCK
+from flowforge.stopping import Stop
 from tests.python.running import running
 from tests.services.database import Database
 from tests.services.process import kill_tree, wait_for_end, wait_until
@@ -224,7 +226,7 @@ def test_it_ends_when_its_server_dies(project: Path) -> None:
         ]
         server.kill()
         _, log = process.communicate()
-        assert process.returncode == runner.EXIT_DATABASE
+        assert process.returncode == exits.EXIT_DATABASE
         assert "the embedded PostgreSQL ended" in log
         assert "Traceback" not in log
 
@@ -252,7 +254,7 @@ def test_without_workflows_nothing_is_taken(db: Database) -> None:
             workers = connection.execute("select count(*) from flowforge.worker").fetchone()
         assert workers == (0,)
         assert client.result(run_id).state == "running"
-    assert state.code == runner.EXIT_OK
+    assert state.code == exits.EXIT_OK
 
 
 def test_broker_is_served_when_one_is_configured(db: Database, rabbit: Broker, amqp_namespace: str) -> None:
@@ -266,7 +268,7 @@ def test_broker_is_served_when_one_is_configured(db: Database, rabbit: Broker, a
         for each in (flow, other):
             result = client.wait(client.trigger(each, {"name": "you"}), timeout=60)
             assert result.outputs == {"greet": "hello you"}
-    assert state.code == runner.EXIT_OK
+    assert state.code == exits.EXIT_OK
 
 
 def test_part_that_fails_ends_the_others(db: Database, rabbit: Broker, amqp_namespace: str) -> None:
@@ -274,7 +276,7 @@ def test_part_that_fails_ends_the_others(db: Database, rabbit: Broker, amqp_name
     place = urlsplit(rabbit.url)
     wrong = place._replace(netloc=f"nobody:wrong@{place.hostname}:{place.port}").geturl()
     config = Config(database_url=db.dsn, amqp_urls=(wrong,), namespace=amqp_namespace)
-    assert up.run(config, [flow], stop=runner.Stop()) == runner.EXIT_BROKER
+    assert up.run(config, [flow], stop=Stop()) == exits.EXIT_BROKER
 
 
 def test_an_error_of_ready_stops_the_daemons_before_the_server(project: Path) -> None:
@@ -292,7 +294,7 @@ def test_an_error_of_ready_stops_the_daemons_before_the_server(project: Path) ->
             super().__exit__(*failure)
 
     with pytest.raises(BrokenPipeError):
-        up.run(Config(), [flow], server=Watched(project / "data"), ready=ready, stop=runner.Stop())
+        up.run(Config(), [flow], server=Watched(project / "data"), ready=ready, stop=Stop())
     assert left == [set()]
 
 
@@ -314,34 +316,34 @@ def test_a_signal_interrupts_the_start(db: Database) -> None:
         connection.execute("select pg_advisory_lock(%s)", [_LOCK])
         other = threading.Thread(target=ask)
         other.start()
-        assert up.run(Config(database_url=db.dsn), [flow]) == runner.EXIT_OK
+        assert up.run(Config(database_url=db.dsn), [flow]) == exits.EXIT_OK
         ended.set()
         other.join()
     assert in_time == [True]
 
 
 def test_a_request_before_the_start_starts_nothing(project: Path) -> None:
-    stop = runner.Stop()
+    stop = Stop()
     stop.request()
-    assert up.run(Config(), [flow], server=EmbeddedPostgres(project / "data"), stop=stop) == runner.EXIT_OK
+    assert up.run(Config(), [flow], server=EmbeddedPostgres(project / "data"), stop=stop) == exits.EXIT_OK
     assert not (project / "data").exists()
 
 
 def test_what_cannot_start_says_so(db: Database) -> None:
     with pytest.raises(ConfigError, match="FLOWFORGE_DATABASE_URL"):
-        up.run(Config(), [flow], stop=runner.Stop())
+        up.run(Config(), [flow], stop=Stop())
     circle = Workflow("circle")
     circle.task(name="a", after="b")(lambda ctx: None)
     circle.task(name="b", after="a")(lambda ctx: None)
     with pytest.raises(InvalidDefinition):
-        up.run(Config(database_url=db.dsn), [circle], stop=runner.Stop())
+        up.run(Config(database_url=db.dsn), [circle], stop=Stop())
 
 
 def test_health_file_tells_of_all_parts(db: Database, tmp_path: Path) -> None:
     file = tmp_path / "health"
     config = Config(database_url=db.dsn, health_file=str(file))
     with running(config, flow):
-        wait_until(lambda: runner.read_health(file)[0], "a report that all is well")
-    well, line = runner.read_health(file)
+        wait_until(lambda: read_health(file)[0], "a report that all is well")
+    well, line = read_health(file)
     assert not well
     assert "stopping" in line

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from flowforge import runner
+from flowforge import exits
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import ConfigError, PermanentError
+from flowforge.stopping import Stop
 from flowforge.worker.context import Context
 from flowforge.worker.daemon import Worker, handlers_of
 from flowforge.worker.session import Session
@@ -521,7 +522,7 @@ def test_presence_is_announced_and_taken_back(bench: Bench, monkeypatch: pytest.
 
 def test_each_worker_has_a_name_of_its_own(bench: Bench) -> None:
     """A worker that comes back on the same host, even with the same pid, is another owner."""
-    names = {Worker({}, bench.config, runner.Stop()).name for _ in range(5)}
+    names = {Worker({}, bench.config, Stop()).name for _ in range(5)}
     assert len(names) == 5
     assert all(f":{os.getpid()}:" in name for name in names)
 
@@ -537,4 +538,4 @@ def test_a_handler_name_means_one_function() -> None:
 def test_start_up_refuses_a_login_without_privileges(bench: Bench) -> None:
     login = bench.db.create_login()
     with bench.worker(database_url=login) as worker:
-        assert worker.wait_ended() == runner.EXIT_PRIVILEGE
+        assert worker.wait_ended() == exits.EXIT_PRIVILEGE

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flowforge import runner
+from flowforge import exits
 from flowforge.definition import Workflow
 from tests.python import worker_process
 from tests.python.workbench import Bench
@@ -183,7 +183,7 @@ def test_what_does_not_finish_in_time_is_given_back_uncounted(
         # Not before the first is handled, or the two are merged into one.
         process.wait_event(WAITING)
         process.signal(signal.SIGTERM)
-    assert process.wait() == (runner.EXIT_FORCED if how == "second signal" else 0)
+    assert process.wait() == (exits.EXIT_INTERRUPTED if how == "second signal" else 0)
     after = bench.task(run, task)
     assert after["state"] == "ready"
     assert (after["attempt"], after["reaps"]) == (1, 0)
@@ -224,7 +224,7 @@ def test_a_worker_without_slots_left_gives_up(bench: Bench, start: Callable[...,
     workflow = define_only(bench, "stuck")
     runs = bench.trigger_many(workflow, 2)
     process = start(bench, concurrency=2, grace=3600)
-    assert process.wait() == runner.EXIT_NO_SLOTS
+    assert process.wait() == exits.EXIT_NO_SLOTS
     assert bench.wait_run(*runs) == ["failed", "failed"]
     assert bench.task(runs[0], "stuck")["error"].startswith("time limit of 0.5 s exceeded")
 
@@ -243,7 +243,7 @@ def test_threads_that_a_handler_has_left_do_not_keep_the_process(
     if signals == 2:
         process.wait_event(WAITING)
         process.signal(signal.SIGTERM)
-    assert process.wait() == (runner.EXIT_OK if signals == 1 else runner.EXIT_FORCED)
+    assert process.wait() == (exits.EXIT_OK if signals == 1 else exits.EXIT_INTERRUPTED)
     assert bench.task(run, "leaves_a_thread")["state"] == "ready"
 
 
@@ -257,7 +257,7 @@ def test_work_that_a_handler_has_left_in_pools_does_not_keep_the_process(
     process = start(bench)
     assert bench.wait_run(run) == ["succeeded"]
     process.signal(signal.SIGTERM)
-    assert process.wait() == runner.EXIT_OK
+    assert process.wait() == exits.EXIT_OK
 
 
 def test_a_worker_whose_descriptors_are_gone_says_so_and_fails(
@@ -268,5 +268,5 @@ def test_a_worker_whose_descriptors_are_gone_says_so_and_fails(
     workflow = define_only(bench, "closes_everything")
     bench.trigger(workflow)
     process = start(bench, grace=1)
-    assert process.wait() == runner.EXIT_ERROR
+    assert process.wait() == exits.EXIT_FAILED
     assert any(line.get("level") == "error" for line in process.log)

@@ -16,6 +16,7 @@ from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
+from flowforge.stopping import Stop
 from flowforge.worker.context import Context
 from flowforge.worker.daemon import Worker, handlers_of
 from tests.services.database import Database
@@ -37,7 +38,7 @@ class Bench:
             poll_interval=0.2,
             lock_timeout=5,
         )
-        self._stop = runner.Stop()
+        self._stop = Stop()
         self._threads: list[threading.Thread] = []
         self._connection = db.connect()
 
@@ -146,7 +147,7 @@ class RunningWorker:
     """A worker in a thread of this process."""
 
     def __init__(self, workflows: tuple[Workflow, ...], config: Config, sources: Sequence[str] = ()) -> None:
-        self.asked = runner.Stop()
+        self.asked = Stop()
         self.worker = Worker(handlers_of(workflows), config, self.asked, sources=sources)
         self.code: int | None = None
         self._thread = threading.Thread(target=self._run)
