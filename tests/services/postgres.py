@@ -22,6 +22,7 @@ from tests.services.process import (
     descendants,
     free_port,
     kill_tree,
+    place_for_many_files,
     start_child,
     wait_for_end,
     wait_until,
@@ -95,7 +96,7 @@ class PostgresServer:
         self.port = free_port()
         self.password = secrets.token_hex(8)
         self.process: subprocess.Popen[bytes] | None = None
-        self._scratch = Scratch("pg")
+        self._scratch = Scratch("pg", place_for_many_files())
         self.directory = self._scratch.path
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("PG")}
         self.environment |= {"LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
@@ -223,8 +224,9 @@ class PostgresServer:
         self.start()
 
     def remove(self) -> None:
-        """Kill the server and delete its data."""
-        self.kill()
+        """End the server at once and delete its data."""
+        if self.process is not None and self.is_running():
+            self._end(self.process, signal.SIGQUIT)  # unlike SIGKILL it leaves no shared memory behind
         self._scratch.remove()
 
     def log(self, start: int = 0) -> str:
