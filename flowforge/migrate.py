@@ -45,11 +45,17 @@ _LOCK = 0x466C6F77466F7267
 # What it has to say is in the report.
 logging.getLogger("yoyo").setLevel(logging.WARNING)
 
-LOCK_TIMEOUT = 2.0
-"""Seconds that a step waits for a lock that somebody holds."""
+LOCK_TIMEOUT = 0.2
+"""Seconds that a step waits for a lock that somebody holds. As long, all who come after wait behind it."""
+
+LOCK_PAUSE = 2.0
+"""Seconds, about, between two tries of such a step."""
 
 LOCK_PATIENCE = 600.0
-"""Seconds for which such a step is tried again."""
+"""Seconds for which it is tried again."""
+
+# What passes when others are done: a lock not had in time, or one of two who wait for each other.
+_IN_THE_WAY = (pg.LockNotAvailable, pg.DeadlockDetected)
 
 _T = TypeVar("_T")
 
@@ -96,16 +102,16 @@ def migrate(dsn: str, create_roles: bool = True, *, directory: Path | None = Non
     try:
         with db.connect(dsn, application_name="flowforge migrate") as conn:
             _check_server(conn)
-            # So that the lock of a killed runner goes at once, not when its last statement ends.
+            # So that the locks of a killed runner go at once, and those of one that stands still soon.
             conn.execute("set client_connection_check_interval = '1s'")
+            conn.execute("set idle_in_transaction_session_timeout = '1min'")
             _take_lock(conn)
-            # Who waits for a table's lock holds up all who come after, the daemons' calls too.
-            conn.execute("select set_config('lock_timeout', %s, false)", (f"{LOCK_TIMEOUT:g}s",))
             created = _roles(conn, create_roles)
             _become_member(conn)
-            _make_schema(conn)
+            conn.execute("select set_config('lock_timeout', %s, false)", (f"{LOCK_TIMEOUT:g}s",))
+            _patiently(conn, lambda: _make_schema(conn))
             conn.execute(sql.SQL("set role {}").format(sql.Identifier(_OWNER)))
-            _make_table(conn)
+            _patiently(conn, lambda: _make_table(conn))
             applied = _migrations(conn, directory / "migrations")
             functions = _patiently(conn, lambda: _functions(conn, directory))
     except psycopg.Error as exc:
@@ -144,33 +150,45 @@ def _take_lock(conn: db.Connection) -> None:
 def _patiently(conn: db.Connection, step: Callable[[], _T]) -> _T:
     """Do a step, whole or not at all, whenever nobody else holds a lock that it needs: each try waits for a
     moment only, and the last one fails as it does."""
-    deadline, told = time.monotonic() + LOCK_PATIENCE, False
+    deadline = time.monotonic() + LOCK_PATIENCE
+    before: set[str] = set()
+    told = ""
     while True:
         try:
             return step()
         except (psycopg.Error, SchemaError) as exc:
-            locked = isinstance(exc, pg.LockNotAvailable) or isinstance(exc.__cause__, pg.LockNotAvailable)
-            if not locked or time.monotonic() > deadline:
+            if not (isinstance(exc, _IN_THE_WAY) or isinstance(exc.__cause__, _IN_THE_WAY)):
                 raise
-        if not told:
-            _log.warning(
-                "a table is locked; trying again", at_most=f"{LOCK_PATIENCE:g} s", oldest=_oldest(conn)
-            )
-            told = True
-        time.sleep(random.uniform(0.5, 1.5) * LOCK_TIMEOUT)  # noqa: S311 -- jitter, not a secret
+            now = _holders(conn)
+            if time.monotonic() > deadline:
+                holders = ", ".join(sorted(before & now or now)) or "many in turn"
+                raise SchemaError(
+                    f"a table is locked, for {LOCK_PATIENCE:g} s now, by {holders}; end that, and run "
+                    "`flowforge migrate` again"
+                ) from exc
+        lasting = ", ".join(sorted(before & now))
+        if lasting and lasting != told:
+            _log.warning("a table is locked; trying again", at_most=f"{LOCK_PATIENCE:g} s", held_by=lasting)
+            told = lasting
+        before = now
+        time.sleep(random.uniform(0.5, 1.5) * LOCK_PAUSE)  # noqa: S311 -- jitter, not a secret
 
 
-def _oldest(conn: db.Connection) -> str:
-    """The transaction that has been open longest in this database: whom to ask first."""
-    row = conn.execute(
+def _holders(conn: db.Connection) -> set[str]:
+    """The transactions of others that have locked anything of the schema, whoever may see what they do."""
+    rows = conn.execute(
         """
-        select format('pid %s (%s, open since %s)', a.pid, a.application_name, a.xact_start)
-        from pg_catalog.pg_stat_activity a
-        where a.datname = current_database() and a.pid <> pg_backend_pid() and a.xact_start is not null
-        order by a.xact_start limit 1
+        select format('pid %s (%s of %s, transaction %s)',
+                      a.pid, coalesce(nullif(a.application_name, ''), '?'), a.usename, l.virtualtransaction)
+        from pg_catalog.pg_locks l
+        join pg_catalog.pg_class c on c.oid = l.relation
+        join pg_catalog.pg_stat_activity a on a.pid = l.pid
+        where l.granted and l.locktype = 'relation' and a.pid <> pg_backend_pid()
+          and l.database = (select d.oid from pg_catalog.pg_database d where d.datname = current_database())
+          and c.relnamespace = 'flowforge'::regnamespace
         """
-    ).fetchone()
-    return str(row[0]) if row else "no longer there"
+    ).fetchall()
+    return {row[0] for row in rows}
 
 
 def _roles(conn: db.Connection, create: bool) -> tuple[str, ...]:
@@ -266,12 +284,12 @@ def _migrations(conn: db.Connection, directory: Path) -> tuple[str, ...]:
     import yoyo
 
     backend = _backend(conn)
-    backend.init_database()
+    _patiently(conn, backend.init_database)
     # A row left by a killed runner: nobody else can be at it, since we hold the advisory lock.
-    backend.break_lock()
+    _patiently(conn, backend.break_lock)
     migrations = yoyo.read_migrations(str(directory))
     hashes = {Path(each.path).name: _sha256(Path(each.path)) for each in migrations}
-    backend.ensure_internal_schema_updated()
+    _patiently(conn, backend.ensure_internal_schema_updated)
     for name, sha256 in conn.execute("select name, sha256 from flowforge.migration_file").fetchall():
         if name not in hashes:
             raise SchemaError(f"the database was migrated by a newer release: {name} is unknown to this one")

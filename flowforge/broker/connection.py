@@ -99,6 +99,8 @@ class Client(threading.Thread, abc.ABC):
             # A broker that is blocked or gone does not answer.
             self._post(lambda: self._abort("closed"))
             self.join(seconds)
+        elif self.ident is None:  # never started: nobody else closes it
+            self._loop.close()
 
     def run(self) -> None:
         self._post(self._connect)

@@ -48,36 +48,30 @@ class Answer(NamedTuple):
     claim: Claim | None
 
 
-_COLUMNS = """
+_NAMES = """
     select c."position", c.outcome, c.task_run_id, c.dispatch_id, c.fencing_token, c.attempt, c.run_id,
-           c.workflow, c.task, c.handler, c.input::text, c.upstream_outputs::text, c.upstream_states::text,
-           c.item::text, c.map_index,
+           c.workflow, c.task, c.handler, """
+_PAYLOAD = "c.input::text, c.upstream_outputs::text, c.upstream_states::text, c.item::text"
+_TIMES = """, c.map_index,
            extract(epoch from c.lease)::float8, extract(epoch from c.time_limit)::float8,
            extract(epoch from c.lease_expires_at - clock_timestamp())::float8
 """
+_WHOLE, _BARE = _NAMES + _PAYLOAD + _TIMES, _NAMES + "null, null, null, null" + _TIMES
 
-CLAIM_TASK_RUNS = f"""{_COLUMNS}
+_TASK_RUNS = """
     from flowforge.claim_task_runs(
         %s::bigint[], %s::uuid[], %s::text, %s::uuid, make_interval(secs => %s)) as c
     order by c."position"
 """
-
-HOLD_TASK_RUNS = """
-    select c.task_run_id
-    from flowforge.claim_task_runs(
-        %s::bigint[], %s::uuid[], %s::text, %s::uuid, make_interval(secs => %s)) as c
-"""
-"""The same call, for the leases of what the claim holds already."""
-
 _NEXT = """
     from flowforge.claim_next(%s::text[], %s::text, %s::uuid, make_interval(secs => %s), %s::bigint) as c
     order by c."position"
 """
 
-CLAIM_NEXT = _COLUMNS + _NEXT
+CLAIM_TASK_RUNS, CLAIM_NEXT = _WHOLE + _TASK_RUNS, _WHOLE + _NEXT
 
-WHAT_CLAIM_NEXT_HOLDS = "select c.task_run_id, c.dispatch_id" + _NEXT
-"""The same call, of whose answer only the names are taken."""
+BARE_CLAIM_TASK_RUNS, BARE_CLAIM_NEXT = _BARE + _TASK_RUNS, _BARE + _NEXT
+"""The same calls, of whose answers everything is taken but what handlers get, which may be much."""
 
 TRACEPARENTS = """
     select t.traceparent from flowforge.traceparents(%s::bigint[], %s::bigint[]) as t order by t."position"

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psycopg
 
@@ -27,11 +27,11 @@ from flowforge.errors import first_line
 from flowforge.listen import hears
 from flowforge.waking import Waker, readable
 from flowforge.worker.claim import (
+    BARE_CLAIM_NEXT,
     CLAIM_NEXT,
     CLAIM_TASK_RUNS,
-    HOLD_TASK_RUNS,
     TRACEPARENTS,
-    WHAT_CLAIM_NEXT_HOLDS,
+    Answer,
     Claim,
     answers,
 )
@@ -64,13 +64,13 @@ class Parts(NamedTuple):
 
 
 _MOST_TOO_MUCH = 2
-"""How often a claim of several is asked for whose answer seems to be too much."""
+"""How often a claim is asked for whose answer seems to be too much."""
 
 _SINGLY_FOR = 600.0  # seconds for which single ones are claimed then: what comes next may be as much
 
 
 class TooMuch(Exception):
-    """The answer to a claim of several does not arrive, in time or in memory. Whether the claim was made is
+    """The answer to a claim does not arrive, in time or in memory. Whether the claim was made is
     not known; `first` as in Sent."""
 
     def __init__(self, message: str, first: float) -> None:
@@ -96,6 +96,8 @@ class Claimer(ABC):
         self.waker = Waker()
         self.stopping = False
         self._given_up = threading.Event()
+        self._most = parts.config.concurrency  # to claim at once, less after a refusal
+        self._singly_until = 0.0
         self._thread = threading.Thread(target=self._main, name="flowforge-claim", daemon=True)
         # Held from claim to the answer of the finish; more than this and results come in faster than they go
         # out.
@@ -156,30 +158,28 @@ class Claimer(ABC):
             self.session.resting = True
         return slots
 
-    def _claim(
-        self, most: int, query: str, *arguments: Any, first: float | None = None
-    ) -> tuple[list[tuple[Any, ...]], Sent]:
-        """Ask for up to `most` until answered, each time for the very same; also when that was. `first`: some
-        may have been claimed by a call from then on.
+    def _claim(self, query: str, *arguments: Any, first: float | None = None) -> tuple[list[Answer], Sent]:
+        """Ask until answered, each time for the very same; also when that was. `first`: some may have been
+        claimed by a call from then on, whose answer was too much.
 
         Raises psycopg.Error for a definite refusal of all that was sent, so that nothing is claimed, TooMuch
         when it has to be asked for in parts, and Unanswered when told to end.
         """
-        too_much, limit = 0, CALL_LIMIT
+        too_much, limit, bare = 0, CALL_LIMIT, first is not None
         while True:
             last = time.monotonic()
             try:
-                rows = self.session.call(query, arguments, limit=limit)
-                return rows, Sent(first or last, last)
+                found = answers(self.session.call(query, arguments, limit=limit))
+                return found, Sent(first or last, last)
             except Unanswered as exc:
                 reason = str(exc)
                 if exc.sent and first is None:
                     first = last
                 too_much += exc.too_much
-                if too_much == _MOST_TOO_MUCH and most > 1 and first is not None:
-                    raise TooMuch(str(exc), first) from exc
-                if exc.too_much and most == 1:
+                if exc.too_much and bare:
                     limit = longer(limit)
+                elif too_much == _MOST_TOO_MUCH and first is not None:
+                    raise TooMuch(str(exc), first) from exc
             except psycopg.Error as exc:
                 if first is None:
                     raise
@@ -194,6 +194,70 @@ class Claimer(ABC):
             self._step_aside()
             if self._given_up.wait(self.session.pause()):
                 raise Unanswered(reason, sent=first is not None)
+
+    def _claim_in_parts(
+        self,
+        too_much: TooMuch,
+        query: str,
+        arguments: Sequence[Any],
+        claim_id: UUID,
+        slots: int,
+        decided: Callable[[Sequence[Answer]], None] = lambda _: None,
+    ) -> None:
+        """Claim by `query`, a bare one, and ask for what handlers get of each alone. All the while the lease
+        keeper has them. `decided` is told of what was won and lost; `slots` are reserved for it."""
+        _log.warning("no answer to a claim; asking in parts", error=first_line(too_much), count=slots)
+        self._most, self._singly_until = 1, time.monotonic() + _SINGLY_FOR
+        try:
+            found, sent = self._claim(query, *arguments, first=too_much.first)
+        except Unanswered:
+            # Told to end. Whether anything is claimed is not known; it is offered again.
+            self.parts.executor.give_back(slots)
+            return
+        decided(found)
+        held = [Execution(answer.claim, *sent) for answer in found if answer.claim is not None]
+        self.parts.executor.give_back(slots - len(held))
+        self.parts.keeper.hold(held)
+        for each in held:
+            self._complete(each, claim_id, sent)
+
+    def _complete(self, held: Execution, claim_id: UUID, sent: Sent) -> None:
+        """Ask for what the handler of a task run gets that is claimed under this id, and run it."""
+        parts, claim, limit = self.parts, held.claim, CALL_LIMIT
+        arguments = [claim.task_run_id], [claim.dispatch_id], parts.worker, claim_id, parts.config.lease
+        found, last = list[Answer](), sent.last
+        while not self.stopping:
+            last = time.monotonic()
+            try:
+                found = answers(self.session.call(CLAIM_TASK_RUNS, arguments, limit=limit))
+                break
+            except Unanswered as exc:
+                if exc.too_much:
+                    limit = longer(limit)
+            except psycopg.Error as exc:
+                self.session.stuck(exc)
+                if not db.is_transient(exc):
+                    # It cannot be read, perhaps. Its lease runs out, which is counted.
+                    _log.error("what a handler gets is refused; leaving it", task_run=claim.task_run_id,
+                               error=first_line(exc))  # fmt: skip
+                    break
+            self._step_aside()
+            if self._given_up.wait(self.session.pause()):
+                return
+        else:
+            parts.executor.give_back(1)
+            parts.finisher.put(held, Release("unstarted"))
+            return
+        if won := [answer.claim for answer in found if answer.claim is not None]:
+            self._execute(won, Sent(sent.first, last))
+        else:
+            parts.executor.give_back(1)
+        parts.keeper.forget([held])
+
+    def _more_at_once(self) -> None:
+        """A claim went well: the next one may be for more."""
+        if time.monotonic() >= self._singly_until:
+            self._most = min(2 * self._most, self.parts.config.concurrency)
 
     def _execute(self, claims: Sequence[Claim], sent: Sent) -> None:
         """Run what was won, each in a slot reserved for it."""
@@ -244,28 +308,25 @@ class QueueClaimer(Claimer):
         super().__init__(parts)
         self._hears: bool | None = None  # not known
         self._try_again_at = float("inf")
-        self._most = parts.config.concurrency  # to claim at once, less after a refusal
-        self._singly_until = 0.0
 
     def _turn(self) -> None:
         config = self.parts.config
         slots = self._reserve(self._most, timeout=1.0)
         if slots == 0:
             return
-        arguments = [list(config.queues), self.parts.worker, uuid4(), config.lease, slots]
+        claim_id = uuid4()
+        arguments = [list(config.queues), self.parts.worker, claim_id, config.lease, slots]
         try:
-            rows, sent = self._claim(slots, CLAIM_NEXT, *arguments)
+            found, sent = self._claim(CLAIM_NEXT, *arguments)
         except TooMuch as exc:
-            self._claim_in_parts(exc, arguments, slots)
+            self._claim_in_parts(exc, BARE_CLAIM_NEXT, arguments, claim_id, slots)
             return
         except (psycopg.Error, Unanswered) as exc:
             self.parts.executor.give_back(slots)
             if isinstance(exc, psycopg.Error):
                 self._refused(exc, slots)
             return
-        found = answers(rows)
-        if time.monotonic() >= self._singly_until:
-            self._most = min(2 * self._most, config.concurrency)
+        self._more_at_once()
         self.parts.executor.give_back(slots - len(found))
         if found:
             self._forget_notifications()
@@ -273,32 +334,6 @@ class QueueClaimer(Claimer):
             self._execute([answer.claim for answer in found if answer.claim is not None], sent)
         else:
             self._wait(config.poll_interval * random.uniform(0.8, 1.0))  # noqa: S311 -- jitter, not a secret
-
-    def _claim_in_parts(self, too_much: TooMuch, arguments: Sequence[Any], slots: int) -> None:
-        """Ask for the names of what the claim holds, which are little, and for the rest of each alone."""
-        _log.warning("no answer to a claim; asking in parts", error=first_line(too_much), count=slots)
-        self._most, self._singly_until = 1, time.monotonic() + _SINGLY_FOR
-        _, worker, claim_id, lease, _ = arguments
-        first = too_much.first
-        try:
-            held, renewed = self._claim(1, WHAT_CLAIM_NEXT_HOLDS, *arguments, first=first)
-            names = [list(column) for column in zip(*held, strict=True)]
-            shortest, renewed_at = lease, renewed.last
-            for position in range(len(held)):
-                if time.monotonic() - renewed_at >= shortest / 3:
-                    # What waits its turn is not the lease keeper's yet.
-                    rest = [column[position:] for column in names]
-                    _, renewed = self._claim(1, HOLD_TASK_RUNS, *rest, worker, claim_id, lease, first=first)
-                    renewed_at = renewed.last
-                one = [column[position : position + 1] for column in names]
-                rows, sent = self._claim(1, CLAIM_TASK_RUNS, *one, worker, claim_id, lease, first=first)
-                if won := [answer.claim for answer in answers(rows) if answer.claim is not None]:
-                    slots -= 1
-                    shortest = min(shortest, won[0].lease)
-                    self._execute(won, sent)
-        except Unanswered:
-            pass  # told to end; the leases of the rest run out
-        self.parts.executor.give_back(slots)
 
     def _refused(self, exc: psycopg.Error, slots: int) -> None:
         """Try again: at once with a single one, when more may be the reason, else later."""

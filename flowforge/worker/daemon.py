@@ -216,6 +216,8 @@ class Worker:
             self._check()
             if self._stop.requested:
                 self.health.report("stopping")
+                if self._messages is not None:
+                    self._messages.channel.close()
                 return self._stopped
             self._start()
         except FlowForgeError as exc:

@@ -21,7 +21,7 @@ from flowforge import db, log
 from flowforge.broker import ConsumeChannel, Delivery
 from flowforge.crash import crash_point
 from flowforge.errors import first_line
-from flowforge.worker.claim import CLAIM_TASK_RUNS, answers
+from flowforge.worker.claim import BARE_CLAIM_TASK_RUNS, CLAIM_TASK_RUNS, Answer
 from flowforge.worker.claiming import Claimer, Parts, TooMuch
 from flowforge.worker.session import Unanswered
 
@@ -72,8 +72,9 @@ class MessageClaimer(Claimer):
         self._give_back_due()
         if not self._waiting:
             self._free_at = time.monotonic()
+            self.session.resting = True  # others may have got what was refused here
             return
-        slots = self._reserve(len(self._waiting), timeout=0.5)
+        slots = self._reserve(min(len(self._waiting), self._most), timeout=0.5)
         if slots:
             self._free_at = time.monotonic()
             self._claim_waiting(slots)
@@ -118,29 +119,27 @@ class MessageClaimer(Claimer):
         if self._aside:
             self._resume()
 
-    def _claim_batch(
-        self, batch: list[_Message], claim_id: UUID | None = None, first: float | None = None
-    ) -> bool:
+    def _claim_batch(self, batch: list[_Message]) -> bool:
         """Claim `batch`, for which slots are reserved, and settle its messages. False: to no avail, and no
-        other message would fare better. With `claim_id`, some may have been claimed under it by a call from
-        `first` on."""
+        other message would fare better."""
         ids, dispatches = [each.task_run_id for each in batch], [each.dispatch_id for each in batch]
-        claim_id = claim_id or uuid4()
+        claim_id = uuid4()
+        arguments = ids, dispatches, self.parts.worker, claim_id, self.parts.config.lease
+
+        def decided(found: Sequence[Answer]) -> None:
+            self.parts.counts.update(f"dropped_{each.outcome}" for each in found if each.claim is None)
+            self._decided += len(batch)
+            for each in batch:
+                self._refusals.pop(each.dispatch_id, None)
+            self.channel.ack(each.delivery for each in batch)
+            crash_point("worker:after-ack")
+
         try:
             crash_point("worker:before-claim-commit")
-            rows, sent = self._claim(
-                len(batch),
-                CLAIM_TASK_RUNS,
-                ids,
-                dispatches,
-                self.parts.worker,
-                claim_id,
-                self.parts.config.lease,
-                first=first,
-            )
+            found, sent = self._claim(CLAIM_TASK_RUNS, *arguments)
         except TooMuch as exc:
-            # What the first call may have claimed under this id is asked for again alone under the same.
-            return self._one_by_one(batch, claim_id, exc.first)
+            self._claim_in_parts(exc, BARE_CLAIM_TASK_RUNS, arguments, claim_id, len(batch), decided)
+            return True
         except psycopg.Error as exc:
             return self._one_by_one(batch) if len(batch) > 1 else self._refused(batch[0], exc)
         except Unanswered:
@@ -148,29 +147,18 @@ class MessageClaimer(Claimer):
             self.parts.executor.give_back(len(batch))
             return False
         crash_point("worker:after-claim-commit")
-        won = []
-        for answer in answers(rows):
-            if answer.claim is None:
-                self.parts.counts[f"dropped_{answer.outcome}"] += 1
-            else:
-                won.append(answer.claim)
-        self._decided += len(batch)
-        for each in batch:
-            self._refusals.pop(each.dispatch_id, None)
-        self.channel.ack(each.delivery for each in batch)
-        crash_point("worker:after-ack")
+        self._more_at_once()
+        decided(found)
+        won = [answer.claim for answer in found if answer.claim is not None]
         self.parts.executor.give_back(len(batch) - len(won))
         if won:
             self._execute(won, sent)
         return True
 
-    def _one_by_one(
-        self, batch: Sequence[_Message], claim_id: UUID | None = None, first: float | None = None
-    ) -> bool:
-        """After a definite error, so that nothing was claimed: who is to blame shows when each is alone. Or,
-        with `claim_id` and `first`, as for `_claim_batch`."""
+    def _one_by_one(self, batch: Sequence[_Message]) -> bool:
+        """After a definite error, so that nothing was claimed: who is to blame shows when each is alone."""
         for index, message in enumerate(batch):
-            if not self._claim_batch([message], claim_id, first):
+            if not self._claim_batch([message]):
                 self._return(batch[index + 1 :])
                 return False
         return True

@@ -2,9 +2,7 @@
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import psycopg
 import pytest
@@ -12,13 +10,17 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from flowforge import db as database
 from flowforge import listen
-from flowforge.config import Config
 from flowforge.worker import claiming
-from flowforge.worker.claim import CLAIM_TASK_RUNS, HOLD_TASK_RUNS, TRACEPARENTS, WHAT_CLAIM_NEXT_HOLDS
-from flowforge.worker.claiming import QueueClaimer, Sent, TooMuch
+from flowforge.worker.claim import (
+    BARE_CLAIM_NEXT,
+    BARE_CLAIM_TASK_RUNS,
+    CLAIM_NEXT,
+    CLAIM_TASK_RUNS,
+    TRACEPARENTS,
+)
 from flowforge.worker.context import Context
 from flowforge.worker.session import Session, Unanswered
-from tests.python.workbench import Bench, LossyProxy, Witness
+from tests.python.workbench import Bench, LossyProxy, RunningWorker, Witness
 from tests.services.process import wait_until
 
 
@@ -128,24 +130,74 @@ def test_a_worker_that_cannot_try_to_listen_polls_and_tries_again(
         assert bench.wait_run(bench.trigger(witness.workflow)) == ["succeeded"]
 
 
-def test_what_waits_its_turn_in_parts_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parts before may take longer than the leases of the rest, which nobody else renews."""
-    parts: Any = SimpleNamespace(config=Config(concurrency=3), executor=SimpleNamespace(give_back=int))
-    claimer = QueueClaimer(parts)
-    asked: list[tuple[str, Any]] = []
+def too_much_at_first(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """The answers to claims do not arrive, until they are asked for in parts; `then` is called before each
+    part."""
+    real = Session.call
+    bare = False
 
-    def claim(_: int, query: str, *arguments: Any, **__: Any) -> Any:
-        asked.append((query, arguments[0]))
-        names = query == WHAT_CLAIM_NEXT_HOLDS
-        return [(n, uuid4()) for n in (1, 2, 3)] if names else [], Sent(0.0, float("-inf"))
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        nonlocal bare
+        if query == CLAIM_TASK_RUNS and bare:
+            then()
+        rows = real(self, query, params, **options)
+        bare = bare or query in (BARE_CLAIM_NEXT, BARE_CLAIM_TASK_RUNS)
+        if rows and query in (CLAIM_NEXT, CLAIM_TASK_RUNS) and not bare:
+            raise Unanswered("out of memory for query result", sent=True, too_much=True)
+        return rows
 
-    monkeypatch.setattr(claimer, "_claim", claim)
-    claimer._claim_in_parts(TooMuch("no answer", 0.0), [["default"], "me", uuid4(), 30.0, 3], 3)
-    assert asked[1:] == [
-        (HOLD_TASK_RUNS, [1, 2, 3]), (CLAIM_TASK_RUNS, [1]),
-        (HOLD_TASK_RUNS, [2, 3]), (CLAIM_TASK_RUNS, [2]),
-        (HOLD_TASK_RUNS, [3]), (CLAIM_TASK_RUNS, [3]),
-    ]  # fmt: skip
+    monkeypatch.setattr(Session, "call", call)
+
+
+def test_what_waits_its_turn_in_parts_is_held(any_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts before may take longer than the leases of the rest, which may be shorter than the worker's
+    own."""
+    bench, witness, turns = any_bench, Witness(lease=2), 0
+
+    def await_renewal() -> None:
+        nonlocal turns
+        turns += 1
+        ends = "select {}(lease_expires_at) from flowforge.task_run where state = 'running'"
+        latest = bench.one(ends.format("max"))
+        wait_until(lambda: bench.one(ends.format("min")) > latest, "the leases of all to be extended")
+
+    too_much_at_first(monkeypatch, await_renewal)
+    bench.define(witness.workflow)
+    bench.never_redispatch()
+    runs = bench.trigger_many(witness.workflow, 3)
+    for run in runs:
+        bench.wait_state(run, "task", "ready")
+    with bench.worker(witness.workflow, concurrency=3, lease=3600) as worker:
+        assert bench.wait_run(*runs) == ["succeeded"] * 3
+        wait_until(lambda: worker.worker._executor._slots._free == 3, "free slots")
+        wait_until(lambda: worker.worker._keeper.held == 0, "nothing to be held")
+    assert turns >= 1
+    assert len(witness.executions) == 3
+    assert bench.one("select array_agg(distinct fencing_token) from flowforge.task_run") == [1]
+
+
+def test_what_a_stopping_worker_has_claimed_in_parts_is_given_back(
+    any_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, witness = any_bench, Witness(lease=3600)
+    workers: list[RunningWorker] = []
+
+    def stop() -> None:
+        wait_until(lambda: bool(workers), "the worker to be known")
+        workers[0].asked.request()
+        wait_until(lambda: workers[0].worker._claimer.stopping, "the stop")
+
+    too_much_at_first(monkeypatch, stop)
+    bench.define(witness.workflow)
+    bench.never_redispatch()
+    runs = bench.trigger_many(witness.workflow, 3)
+    for run in runs:
+        bench.wait_state(run, "task", "ready")
+    with bench.worker(witness.workflow, concurrency=3) as worker:
+        workers.append(worker)
+        assert worker.wait_ended() == 0
+    assert len(witness.executions) <= 1, "what was asked for when it was told to stop"
+    assert bench.one("select count(*) from flowforge.task_run where state = 'running'") == 0
 
 
 def test_an_answer_that_does_not_arrive_is_asked_for_in_parts(

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from psycopg.errors import DeadlockDetected
 
 from flowforge.errors import ConfigError, DatabaseError, MissingPrivilege, SchemaError
-from flowforge.migrate import ROLES, SCHEMA_VERSION, check_schema, migrate
+from flowforge.migrate import ROLES, SCHEMA_VERSION, _patiently, check_schema, migrate
 from tests.services import postgres
 from tests.services.database import Database
 from tests.services.postgres import Connection, PostgresServer
@@ -99,6 +100,42 @@ def test_databases_of_one_server_may_be_migrated_at_the_same_time(own_server: Po
     created = [role for report in reports for role in report.roles]
     assert sorted(created) == sorted(ROLES)
     assert [report.applied for report in reports] == [tuple(MIGRATIONS)] * 4
+
+
+def test_functions_behind_a_long_transaction_are_told_who_holds_them_up(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowforge.migrate.LOCK_PAUSE", 0.1)
+    with db.connect(autocommit=False) as reader, ThreadPoolExecutor() as pool:
+        reader.execute("select from flowforge.health")
+        upgrade = pool.submit(migrate, db.dsn)
+        # From one try to the next; between them nobody waits behind it.
+        with db.connect() as other:
+            other.execute("set lock_timeout = '20s'")
+            for _ in range(3):
+                other.execute("select from flowforge.queue_status, flowforge.health")
+        assert not upgrade.done()
+        reader.rollback()
+        upgrade.result(60)
+        reader.execute("select from flowforge.health")
+        monkeypatch.setattr("flowforge.migrate.LOCK_PATIENCE", 0.5)
+        with pytest.raises(SchemaError, match=f"a table is locked.* by pid {reader.info.backend_pid} "):
+            migrate(db.dsn)
+
+
+def test_a_step_that_ends_a_deadlock_is_tried_again(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads two views in one transaction may meet it the other way round."""
+    monkeypatch.setattr("flowforge.migrate.LOCK_PAUSE", 0.0)
+    made: list[str] = []
+
+    def step() -> str:
+        made.append("")
+        if len(made) == 1:
+            raise SchemaError("views.sql failed") from DeadlockDetected()
+        return "done"
+
+    with db.connect() as conn:
+        assert _patiently(conn, step) == "done"
 
 
 def test_a_lock_row_of_a_killed_runner_blocks_nobody(

@@ -273,6 +273,25 @@ def test_health_says_when_claims_are_refused_for_long_though_that_may_pass(any_b
         wait_until(lambda: health.state == "ok", "health")
 
 
+def test_what_was_refused_here_and_went_elsewhere_is_no_trouble_of_this_worker(
+    rabbit_bench: Bench, rabbit: Broker
+) -> None:
+    """In a quiet night no message may come that shows it; whoever restarts what is not well would do so again
+    and again."""
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    bench.never_redispatch()
+    run = bench.trigger(witness.workflow)
+    wait_until(lambda: queued(bench, rabbit) == 1, "the message")
+    refuse(bench, run, "53100")
+    with bench.worker(witness.workflow) as worker:
+        health = worker.worker.health
+        wait_until(lambda: health.state == "error", "health that says so")
+        # Between two tries it is in the queue, for others to take.
+        wait_until(lambda: rabbit.purge(f"{bench.config.namespace}.flowforge.default") == 1, "its removal")
+        wait_until(lambda: health.state == "ok", "health")
+
+
 def test_a_broken_claiming_function_costs_no_message(rabbit_bench: Bench, rabbit: Broker) -> None:
     """A privilege taken away by mistake: nothing goes to the dead letters, and all runs once it is back."""
     bench, witness = rabbit_bench, Witness()
