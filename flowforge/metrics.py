@@ -6,10 +6,12 @@ loaded where nobody does."""
 
 from __future__ import annotations
 
+import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +29,12 @@ FRESH = 5.0
 
 PATIENCE = 2.0
 """Seconds that a scrape waits for them. What takes longer is in the next one."""
+
+CONNECTION_LIMIT = 10.0
+"""Seconds that a connection may last, whatever its client does or does not."""
+
+MOST_CONNECTIONS = 16
+"""Connections at once; further ones are closed."""
 
 STATEMENT_TIMEOUT = 10_000
 """Milliseconds that one look at the database may take there."""
@@ -86,20 +94,71 @@ def serving(config: Config, collect: Callable[[], Iterable[Metric]]) -> Generato
     registry.register(Collector())
     prometheus_client.ProcessCollector(registry=registry)
     try:
-        server, thread = prometheus_client.start_http_server(
-            config.metrics_port, config.metrics_host, registry
+        server = _Server(
+            config.metrics_host, config.metrics_port, prometheus_client.MetricsHandler.factory(registry)
         )
     except OSError as error:
         raise ConfigError(
             f"FLOWFORGE_METRICS_PORT: cannot listen on {config.metrics_host} port {config.metrics_port}: "
             f"{error.strerror or error}"
         ) from None
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with server:
+        thread = threading.Thread(target=server.serve_forever, name="flowforge-metrics-server", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Serves each connection in a thread of its own, few at once and none for long: idle and slow clients
+    must not use up what the daemon needs for its work."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, host: str, port: int, handler: type[socketserver.BaseRequestHandler]) -> None:
+        """Raises OSError when it cannot listen there."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, (name, *_) = found[0]
+        self._lock = threading.Lock()
+        self._open: dict[Any, float] = {}  # connection: when it was accepted
+        super().__init__((str(name), port), handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # Such as for want of a descriptor: the client still waits, and would be found again at once.
+            time.sleep(0.5)
+            raise
+
+    def verify_request(self, *_: Any) -> bool:
+        return len(self._open) < MOST_CONNECTIONS
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # so that nobody cuts what another connection has the descriptor of by then
+            self._open.pop(request, None)
+            super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called twice a second: ends what lasts too long, whether it is read from or written to."""
+        with self._lock:
+            for request, since in self._open.items():
+                if time.monotonic() - since > CONNECTION_LIMIT:
+                    with suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, *_: Any) -> None:
+        """A client went away, or there was no thread to be had: its connection is closed, and no more."""
 
 
 def of_daemon(name: str, state: str) -> list[Metric]:

@@ -2,10 +2,13 @@
 
 import errno
 import re
+import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flowforge import db as database
 from flowforge import metrics
 from flowforge.config import Config
+from flowforge.errors import ConfigError
 from flowforge.exits import EXIT_CONFIG
 from flowforge.scheduler import Scheduler
 from tests.python.cluster import PROGRAM, Cluster
@@ -43,10 +47,10 @@ def cluster(
         yield cluster
 
 
-def scrape(port: int) -> Samples:
+def scrape(port: int, host: str = "127.0.0.1") -> Samples:
     """What stands at /metrics: by name and value of the label. Nothing while nobody listens there yet."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     except OSError:
         return {}
@@ -201,3 +205,98 @@ def test_a_port_that_is_taken_ends_the_daemon_with_a_word(db: Database, rabbit_s
         )  # fmt: skip
         assert done.returncode == EXIT_CONFIG
         assert f"cannot listen on 127.0.0.1 port {taken}: Address already in use" in done.stderr
+
+
+def serving(port: int, host: str = "127.0.0.1") -> AbstractContextManager[None]:
+    config = Config(metrics_port=port, metrics_host=host)
+    return metrics.serving(config, lambda: metrics.of_daemon("test", "ok"))
+
+
+def is_well(port: int, host: str = "127.0.0.1") -> bool:
+    return scrape(port, host).get(("flowforge_healthy", "test")) == 1
+
+
+def test_idle_and_slow_clients_use_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setattr(metrics, "CONNECTION_LIMIT", float("inf"))
+    with ExitStack() as clients, serving(port):
+        idle, drop = [
+            [clients.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(count)]
+            for count in (metrics.MOST_CONNECTIONS, 20)
+        ]
+        for each in drop:
+            each.settimeout(30)
+            assert not received(each)  # closed at once, while those before it are still served
+        monkeypatch.setattr(metrics, "CONNECTION_LIMIT", 0.2)
+
+        def dripping() -> bool:
+            """Whether a client that always sends a little more is still served."""
+            try:
+                idle[0].sendall(b"x")
+            except OSError:
+                return False
+            return True
+
+        wait_until(lambda: not dripping(), "the slow client's end")
+        for each in idle[1:]:
+            each.settimeout(30)
+            assert not received(each)
+        monkeypatch.undo()
+        assert is_well(port)
+
+
+def received(client: socket.socket) -> bytes:
+    """What comes next; nothing when the connection was closed, however."""
+    try:
+        return client.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CONNECTION_LIMIT", 0.2)
+    port, large = free_port(), metrics.Metric("gauge", "large", "x" * 20_000_000, {"": 1})
+    with metrics.serving(Config(metrics_port=port), lambda: [large]):
+        before = threading.active_count()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert received(client)
+            wait_until(lambda: threading.active_count() <= before, "the end of the connection's thread")
+
+
+def test_metrics_are_served_again_after_the_system_had_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And meanwhile each try is followed by a pause."""
+    port, happened, enough = free_port(), list[str](), threading.Event()
+
+    def accept(_: socket.socket) -> NoReturn:
+        happened.append("accept")
+        if len(happened) > 10:
+            enough.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def sleep(seconds: float) -> None:
+        happened.append("pause")
+        real_sleep(min(seconds, 0.01))
+
+    real_sleep = time.sleep
+    with serving(port), socket.create_connection(("127.0.0.1", port)), monkeypatch.context() as lacking:
+        lacking.setattr(time, "sleep", sleep)
+        lacking.setattr(socket.socket, "accept", accept)
+        with socket.create_connection(("127.0.0.1", port)):
+            assert enough.wait(60)
+        lacking.undo()
+        assert happened[:10] == ["accept", "pause"] * 5
+        assert is_well(port)
+
+
+def test_metrics_are_served_at_ipv6_too() -> None:
+    """Where the machine has it."""
+    port = free_port()
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        with pytest.raises(ConfigError, match=f"cannot listen on ::1 port {port}"), serving(port, "::1"):
+            pass
+    else:
+        with serving(port, "::1"):
+            assert is_well(port, "[::1]")
