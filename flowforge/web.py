@@ -10,28 +10,34 @@ import html
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import psycopg
 from psycopg.rows import dict_row
 
-from flowforge import db
+from flowforge import db, log
 from flowforge.config import Config
 from flowforge.errors import ConfigError, FlowForgeError, first_line
+from flowforge.exits import EXIT_INTERRUPTED, EXIT_OK
 from flowforge.log import visible
 from flowforge.stopping import Stop, signals
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 Row = dict[str, Any]
 
 PAGE = 50  # runs
 MOST_TASKS = 300  # of a run
 STATEMENT_TIMEOUT = "5s"
+LIMIT = 20.0  # seconds for all statements of a page, whatever has become of the server
+GRACE = 5.0  # seconds that requests under way have at the end
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; "
@@ -52,8 +58,9 @@ svg{max-width:100%;height:auto}
 """ + "".join(f".{state}{{color:{colour};font-weight:600}}" for state, colour in _COLOURS.items())
 
 
-def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page until SIGTERM or SIGINT; `ready` is given its address. Main thread only.
+def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) -> int:
+    """Serve the page until SIGTERM or SIGINT; `ready` is given its address. Main thread only. The exit code:
+    after a second signal, which waits for no request, it is EXIT_INTERRUPTED.
 
     Raises ConfigError when the extra is not installed, or the port cannot be listened on."""
     try:
@@ -73,12 +80,19 @@ def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) ->
     stop = Stop()
     stop.on_request(lambda: setattr(server, "should_exit", True))
     # Signals are ours, so that the process ends with 0: in its own thread the server leaves them alone.
-    thread = threading.Thread(target=lambda: server.run(sockets=[listening]), name="flowforge-web")
+    thread = threading.Thread(
+        target=lambda: server.run(sockets=[listening]), name="flowforge-web", daemon=True
+    )
     with listening, signals(stop):
         thread.start()
         shown = f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listening.getsockname()[1]}/")
-        thread.join()
+        until = float("inf")
+        while thread.is_alive() and not stop.immediate and time.monotonic() < until:
+            thread.join(0.1)
+            if stop.requested:
+                until = min(until, time.monotonic() + GRACE)
+    return EXIT_INTERRUPTED if stop.immediate else EXIT_OK
 
 
 def application(config: Config, host: str = "127.0.0.1") -> Starlette:
@@ -86,7 +100,6 @@ def application(config: Config, host: str = "127.0.0.1") -> Starlette:
     other site's script can reach it through a name that it points there."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse
     from starlette.routing import Route
 
@@ -99,34 +112,53 @@ def application(config: Config, host: str = "127.0.0.1") -> Starlette:
                     body = make(connection, request)
                 if body is None:
                     status, body = 404, "<p>There is no such run.</p>"
-            except (psycopg.Error, FlowForgeError) as error:
-                status, body = 503, f"<p>The database cannot be read: {_text(first_line(error))}</p>"
+            except (psycopg.Error, FlowForgeError, OSError) as error:
+                # Such texts name hosts and logins.
+                log.of("web").warning("the database cannot be read", error=first_line(error))
+                status, body = 503, "<p>The database cannot be read; the log of flowforge web says why.</p>"
             return HTMLResponse(_whole(title, body), status, headers=_HEADERS)
 
         return answer
 
-    local = host == "localhost"
-    with suppress(ValueError):
-        local = ipaddress.ip_address(host).is_loopback
     return Starlette(
         routes=[
             Route("/", page("Runs", _runs), methods=["GET"]),
-            Route("/runs/{run:int}", page("Run", _run), methods=["GET"]),
+            Route("/runs/{run}", page("Run", _run), methods=["GET"]),
             Route("/queues", page("Queues", _view("queue_status", "queue")), methods=["GET"]),
             Route("/workers", page("Workers", _view("worker_status", "worker")), methods=["GET"]),
             Route("/health", page("Health", _view("health", "name")), methods=["GET"]),
         ],
-        middleware=[
-            Middleware(
-                TrustedHostMiddleware,
-                allowed_hosts=["localhost", "127.0.0.1", host] if local else ["*"],
-                www_redirect=False,
-            )
-        ],
+        middleware=[Middleware(_ThisMachine)] if _is_local(host) else [],
     )
 
 
-def _reading(config: Config) -> psycopg.Connection[Row]:
+class _ThisMachine:
+    """Refuses requests to other names than this machine's own for itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.datastructures import Headers
+        from starlette.responses import PlainTextResponse
+
+        try:
+            name = urlsplit(f"//{Headers(scope=scope).get('host', '')}").hostname or ""
+        except ValueError:  # a bracket without the other
+            name = ""
+        app = self._app if _is_local(name) else PlainTextResponse("Invalid host header", 400)
+        await app(scope, receive, send)
+
+
+def _is_local(name: str) -> bool:
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+@contextmanager
+def _reading(config: Config) -> Generator[psycopg.Connection[Row]]:
     """A connection whose transaction, which ends with the block, reads and does so for a short time."""
     connection: Any = db.connect(
         config.database_url,
@@ -136,9 +168,10 @@ def _reading(config: Config) -> psycopg.Connection[Row]:
         read_write=False,
     )
     connection.row_factory = dict_row
-    connection.execute(f"begin read only; set local statement_timeout = '{STATEMENT_TIMEOUT}'")
-    found: psycopg.Connection[Row] = connection
-    return found
+    connection.read_only = True
+    with connection, db.guard(connection, LIMIT), connection.transaction():
+        connection.execute(f"set local statement_timeout = '{STATEMENT_TIMEOUT}'")
+        yield connection
 
 
 def _text(value: object) -> str:
@@ -171,11 +204,11 @@ def _whole(title: str, body: str) -> str:
 
 
 def _runs(connection: psycopg.Connection[Row], request: Request) -> str:
-    before = request.query_params.get("before", "")
+    before = _number(request.query_params.get("before", ""))
     rows = connection.execute(
         "select run_id, workflow, version, state, created_at, duration, task_runs, succeeded, failed"
         " from flowforge.run_status where run_id < %s order by run_id desc limit %s",
-        [int(before) if before.isascii() and before.isdigit() and len(before) < 19 else 2**63 - 1, PAGE],
+        [2**63 - 1 if before is None else before, PAGE],
     ).fetchall()
     table = _table(
         list(rows[0]) if rows else ["no runs"],
@@ -192,8 +225,13 @@ def _runs(connection: psycopg.Connection[Row], request: Request) -> str:
     return table + older
 
 
+def _number(text: str) -> int | None:
+    """The number of a run that there may be."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
 def _run(connection: psycopg.Connection[Row], request: Request) -> str | None:
-    run = min(int(request.path_params["run"]), 2**63 - 1)
+    run = _number(request.path_params["run"])
     found = connection.execute("select * from flowforge.run_status where run_id = %s", [run]).fetchone()
     if found is None:
         return None

@@ -18,14 +18,19 @@ def web(database_url: str | None, host: str, port: int) -> None:
 
     Runs and their graphs, queues, workers, figures of health; no input and no output of any task. Needs the
     extra web, and a login with flowforge_reader. It asks nobody who he is: on another address than this
-    machine's own, put something in front of it that does. Stops on SIGTERM or Ctrl-C.
+    machine's own, put something in front of it that does. Stops on SIGTERM or Ctrl-C, after 5
+    s at most for requests under way; on a second one at once.
 
     \b
     Example:
       flowforge web --database-url service=reader
     """
+    from flowforge import log, stopping
     from flowforge.web import serve
 
     config = find_database(database_url)
+    log.configure(config.log_format, config.log_level)
     with acting():
-        serve(config, host, port, lambda address: say(f"The page is at {address}"))
+        code = serve(config, host, port, lambda address: say(f"The page is at {address}"))
+    if code:
+        stopping.end_now(code)

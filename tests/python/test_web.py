@@ -1,14 +1,20 @@
 """The operators' page, as a browser gets it: what it shows, and that it obeys nothing of that."""
 
+import asyncio
 import http.client
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from psycopg.types.json import Jsonb
 
+from flowforge import web
+from flowforge.config import Config
+from flowforge.exits import EXIT_INTERRUPTED
 from tests.python.cluster import PROGRAM
 from tests.services.database import Database
 
@@ -36,9 +42,13 @@ class Site:
         connection.close()
         return answer.status, text
 
-    def stop(self) -> int:
-        self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait(60)
+    def stop(self, *numbers: int) -> int:
+        for number in numbers or [signal.SIGTERM]:
+            self._process.send_signal(number)
+        try:
+            code = self._process.wait(60)
+        finally:
+            self._process.kill()
         assert self._process.stdout is not None
         self._process.stdout.close()
         return code
@@ -124,7 +134,8 @@ def test_what_is_shown_is_not_obeyed(db: Database, site: Site) -> None:
 
 def test_requests_that_are_none_of_its_business_are_refused(db: Database, site: Site) -> None:
     assert site.get("/runs/12345")[0] == 404
-    assert site.get(f"/runs/{'9' * 30}")[0] == 404
+    for digits in (19, 30, 4301, 20_000):
+        assert site.get(f"/runs/{'9' * digits}")[0] == 404
     assert site.get("/runs/x")[0] == 404
     assert site.get("/", "POST")[0] == 405
     # A site whose name is made to point here.
@@ -133,4 +144,70 @@ def test_requests_that_are_none_of_its_business_are_refused(db: Database, site: 
         conn.execute("drop schema flowforge cascade")
     status, page = site.get("/")
     assert status == 503
-    assert "cannot be read" in page
+    assert "The database cannot be read; the log" in page
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]])
+def test_a_client_that_reads_slowly_does_not_hold_up_the_end(db: Database, signals: list[int]) -> None:
+    with db.connect() as conn:
+        conn.execute(
+            "insert into flowforge.worker (name, queues, capacity, started_at, seen_at)"
+            " select i::text, array[repeat('x', 20000)], 1, now(), now() from generate_series(1, 1000) i"
+        )
+    site = Site(db.create_login("flowforge_reader"))
+    with socket.create_connection(("127.0.0.1", site.port)) as client:
+        client.sendall(b"GET /workers HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")  # of more than any buffer holds
+        assert site.stop(*signals) == (0 if len(signals) == 1 else EXIT_INTERRUPTED)
+
+
+def ask(config: Config, path: str, *, listening: str = "127.0.0.1", host: str = "localhost") -> list[Any]:
+    """What the application answers, without a server."""
+    said: list[Any] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        said.append(message.get("status") or message["body"].decode())
+
+    headers = [(b"host", host.encode())]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+    asyncio.run(web.application(config, listening)(scope, receive, send))
+    return said
+
+
+OWN = ["localhost", "LOCALHOST:80", "127.0.0.1:8080", "127.9.9.9", "[::1]", "[::1]:8080"]
+OTHERS = ["evil.example:80", "127.0.0.1.evil.example", "", "[::1", "[::2]:8080", "10.0.0.1"]
+
+
+@pytest.mark.parametrize("listening", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "0:0::1"])
+def test_at_addresses_of_this_machine_alone_only_its_own_names_are_answered(listening: str) -> None:
+    for expected, hosts in ((404, OWN), (400, OTHERS)):
+        found = {host: ask(Config(), "/nothing", listening=listening, host=host)[0] for host in hosts}
+        assert found == dict.fromkeys(hosts, expected)
+
+
+@pytest.mark.parametrize("listening", ["::", "10.0.0.1"])
+def test_at_other_addresses_every_name_is_answered(listening: str) -> None:
+    for host in OWN + OTHERS:
+        assert ask(Config(), "/nothing", listening=listening, host=host)[0] == 404
+
+
+def test_a_database_that_answers_no_more_holds_no_request(
+    db: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the page says nothing of hosts and logins; the log does."""
+    monkeypatch.setattr(web, "LIMIT", 0.5)
+    monkeypatch.setattr(web, "STATEMENT_TIMEOUT", "15s")
+    with db.connect() as conn:
+        conn.execute("begin; lock table flowforge.run in access exclusive mode")
+        status, page = ask(Config(database_url=db.dsn), "/")
+        conn.execute("rollback")
+    assert status == 503
+    assert "The database cannot be read; the log of flowforge web says why." in page
+    assert "statement timeout" not in caplog.records[-1].__dict__["keys"]["error"]
+    status, page = ask(Config(database_url="host=/nowhere user=somebody"), "/")
+    assert status == 503
+    assert "/nowhere" not in page
+    assert "/nowhere" in caplog.records[-1].__dict__["keys"]["error"]
