@@ -33,7 +33,8 @@ begin
     if jsonb_typeof(p_labels) is distinct from 'object' then
         raise exception using errcode = 'WF001', message = format('labels must be an object, not %s', coalesce(jsonb_typeof(p_labels), 'null'));
     end if;
-    perform flowforge._check_payload('labels', p_labels, 'max_labels_bytes');
+    -- A client may add traceparent by itself, which must not push over the limit what its caller gave.
+    perform flowforge._check_payload('labels', p_labels - 'traceparent', 'max_labels_bytes');
     -- It travels as a header of every message of the run.
     if p_labels ? 'traceparent' and (p_labels ->> 'traceparent' ~ '^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$') is not true then
         raise exception using errcode = 'WF001',

@@ -284,6 +284,20 @@ def test_limits(w: Engine) -> None:
         w.call("trigger_many", "w", [large])
 
 
+def test_the_trace_context_does_not_count_as_labels(w: Engine) -> None:
+    """It has a length of its own, and callers do not know that their client adds it."""
+    w.call("set_limit", "max_labels_bytes", 1024)
+    context = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    as_large_as_allowed = {"large": "x" * (1024 - len('{"large": ""}'))}
+    while w.value(
+        "select flowforge._bytes(%s) > 1024", as_large_as_allowed
+    ):  # which is a little more in memory
+        as_large_as_allowed["large"] = as_large_as_allowed["large"][1:]
+    w.call("trigger", workflow="w", labels=Jsonb(as_large_as_allowed | context))
+    with w.refuses("WF005", "at most 1024"):
+        w.call("trigger", workflow="w", labels=Jsonb({"large": as_large_as_allowed["large"] + "x"} | context))
+
+
 def test_a_payload_is_measured_as_it_is_in_memory(w: Engine) -> None:
     """One that comes from a table may be stored compressed."""
     w.call("set_limit", "max_payload_bytes", 1_000_000)
