@@ -12,12 +12,12 @@ import json
 import operator
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import psycopg
 from psycopg import conninfo
@@ -27,6 +27,7 @@ from flowforge.config import Config
 from flowforge.definition import Duration, Workflow, seconds
 from flowforge.errors import (
     ConfigError,
+    DatabaseError,
     DatabaseUnavailable,
     InvalidArgument,
     InvalidDefinition,
@@ -40,6 +41,10 @@ from flowforge.errors import (
 _FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.01, 1.5, 0.25
 _LONGEST_PAUSE = 5.0  # while the database is away
 _IDLE_BEFORE_CHECK = 1.0
+_DEFINE = b"select workflow, version, created from flowforge.define_workflow(spec => %s::jsonb)"
+
+
+_T = TypeVar("_T")
 
 
 class _Unset(enum.Enum):
@@ -141,13 +146,39 @@ class Client:
 
         New content becomes the current version; known content changes nothing. Raises InvalidDefinition.
         """
-        spec = workflow.spec() if isinstance(workflow, Workflow) else workflow
-        [row] = self._call(
-            "select workflow, version, created from flowforge.define_workflow(spec => %s::jsonb)",
-            [_json(spec, "definition")],
-            repeatable=True,
-        )
-        return Defined(*row)
+        [defined] = self.define_all([workflow])
+        return defined
+
+    def define_all(self, workflows: Iterable[Workflow | Mapping[str, Any]]) -> list[Defined]:
+        """Registers several as `define` does, in one transaction: all of them, or none.
+
+        Raises InvalidDefinition, LimitExceeded and the like with the `position` of the one that was refused.
+        """
+        given = [each.spec() if isinstance(each, Workflow) else each for each in workflows]
+        specs = [_json(each, "definition") for each in given]
+        # Whatever is no definition at all, the database refuses.
+        names = [str(dict(each).get("name")) if hasattr(each, "keys") else "" for each in given]
+        for spec in specs:
+            _check_text(spec)
+
+        def register(connection: db.Connection) -> dict[int, Defined]:
+            found: dict[int, Defined] = {}
+            with db.begin(connection):
+                # In one order, whatever the caller's: two at once would wait for each other.
+                for position in sorted(range(len(specs)), key=names.__getitem__):
+                    try:
+                        [row] = connection.execute(_DEFINE, [specs[position]]).fetchall()
+                    except psycopg.Error as error:
+                        refused = from_database(error)
+                        if isinstance(refused, DatabaseError) and (error.sqlstate or "").startswith("WF"):
+                            refused.position = position
+                            raise refused from error
+                        raise
+                    found[position] = Defined(*row)
+            return found
+
+        found, _ = self._repeated(register, repeatable=True)
+        return [found[position] for position in range(len(specs))]
 
     def trigger(
         self,
@@ -327,13 +358,20 @@ class Client:
         """The rows, and whether they answer a repeat, of which the first try may have taken effect."""
         for value in params:
             _check_text(value)
+        return self._repeated(lambda connection: db.call(connection, query, params), repeatable=repeatable)
+
+    def _repeated(self, work: Callable[[db.Connection], _T], *, repeatable: bool) -> tuple[_T, bool]:
+        """What `work` answers, and whether that is of a repeat."""
         with self._lock:
             if self._closed:
                 raise InvalidArgument("the client is closed: make a new one, or call it before close()")
             for last in (False, True):
                 connection = self._connected(check=not repeatable)
                 try:
-                    rows = db.call(connection, query, params)
+                    answer = work(connection)
+                except DatabaseError:  # of a transaction that was undone
+                    self._used_at = time.monotonic()
+                    raise
                 except psycopg.Error as error:
                     dead = db.connection_useless(connection, error)
                     if dead:
@@ -345,7 +383,7 @@ class Client:
                     self._drop()
                     raise
                 self._used_at = time.monotonic()
-                return rows, last
+                return answer, last
             raise AssertionError("unreachable")
 
     def _connected(self, *, check: bool) -> db.Connection:

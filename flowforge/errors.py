@@ -54,6 +54,8 @@ class DatabaseError(FlowForgeError):
     failed."""
 
     default_sqlstate: ClassVar[str | None] = None
+    position: int | None = None
+    """Of several that were given in one call, the one that was refused, counted from 0."""
 
     def __init__(self, message: str, sqlstate: str | None = None) -> None:
         super().__init__(message)

@@ -108,7 +108,7 @@ def run(
                     config = config.replace(database_url=server.dsn)
                 migrate(config.database_url)
                 with Client(config.database_url) as client:
-                    defined = tuple(client.define(workflow) for workflow in workflows)
+                    defined = tuple(client.define_all(workflows))
             up = Up(config.database_url, server.directory if server else None, defined)
             parts = _parts(config, handlers, sources, stop)
             code = _run_parts(parts, config, server, stop, lambda: ready(up))

@@ -23,7 +23,7 @@ from flowforge.cli.common import (
     say,
     select,
 )
-from flowforge.errors import ConfigError, InvalidDefinition
+from flowforge.errors import ConfigError, DatabaseError
 from flowforge.exits import EXIT_FAILED
 from flowforge.loading import load_workflows
 
@@ -37,7 +37,8 @@ def define(sources: tuple[str, ...], database_url: str | None, as_json: bool) ->
 
     New content becomes the current version, which further triggers run; known content changes nothing. Runs
     under way keep their version. A workflow has to be registered before it can be triggered: run this
-    when a new release of your workflows is installed. `flowforge up` does it by itself.
+    when a new release of your workflows is installed. `flowforge up` does it by itself. If one is refused,
+    none is registered.
 
     NAME is the Python variable that holds one workflow of the module.
     FILE.json, or - for standard input, holds one definition, as define_workflow in SQL takes it.
@@ -50,23 +51,24 @@ def define(sources: tuple[str, ...], database_url: str | None, as_json: bool) ->
     """
     from flowforge.client import Client
 
-    # All are read before the first is registered: a mistake in the last one leaves nothing half done.
     files = [source for source in sources if source == "-" or source.endswith(".json")]
     found = load_workflows(source for source in sources if source not in files)
     definitions: list[tuple[str, Any]] = [(f"workflow {each.name!r}", each) for each in found]
     definitions += [_read(each) for each in files]
     with acting("flowforge_client"), Client(find_database(database_url).database_url) as client:
-        for where, definition in definitions:
-            try:
-                defined = client.define(definition)
-            except InvalidDefinition as error:
-                text = str(error)
-                raise InvalidDefinition(text if where in text else f"{where}: {text}") from error
-            if as_json:
-                print_json(asdict(defined))
-            else:
-                is_new = "new" if defined.created else "known already"
-                say(f"{defined.workflow} v{defined.version}: {is_new}")
+        try:
+            registered = client.define_all([definition for _, definition in definitions])
+        except DatabaseError as error:
+            where, text = "" if error.position is None else definitions[error.position][0], str(error)
+            if where in text:
+                raise
+            raise type(error)(f"{where}: {text}", error.sqlstate) from error.__cause__
+    for defined in registered:
+        if as_json:
+            print_json(asdict(defined))
+        else:
+            is_new = "new" if defined.created else "known already"
+            say(f"{defined.workflow} v{defined.version}: {is_new}")
 
 
 def _read(source: str) -> tuple[str, Any]:

@@ -295,6 +295,29 @@ def test_define_refuses_what_will_not_do(
     assert shell.documents("workflows", code=exits.EXIT_FAILED) == []
 
 
+def test_define_registers_all_or_nothing(db: Database, modules: Path) -> None:
+    """What the database refuses, it names by its file, wherever it stands among the others."""
+    (modules / "jobs_good.py").write_text(JOBS.format("good"))
+    for name, spec in {
+        "a": {"name": "a", "tasks": [{"name": "t"}]},
+        "b": {"name": "b", "tasks": [{"name": "t", "after": ["gone"]}]},
+        "c": {"name": "c", "tasks": [{"name": "t"}]},
+        "z": {"name": "z", "tasks": [{"name": "t"}, {"name": "u"}, {"name": "v"}]},
+    }.items():
+        (modules / f"{name}.json").write_text(json.dumps(spec))
+    shell = Shell(db.dsn)
+    for files in (["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]):
+        told = shell("define", "jobs_good", *(f"{each}.json" for each in files), code=exits.EXIT_USAGE)
+        assert told.stdout == ""
+        assert re.match(r"error: b\.json: .*gone", told.stderr), told.stderr
+    with db.connect() as conn:
+        conn.execute("select flowforge.set_limit('max_tasks', 2)")
+    told = shell("define", "jobs_good", "a.json", "z.json", "c.json", code=exits.EXIT_USAGE)
+    assert re.match(r"error: z\.json: .*at most 2", told.stderr), told.stderr
+    assert shell.documents("workflows", code=exits.EXIT_FAILED) == []
+    assert shell("define", "c.json", "a.json").stdout == "c v1: new\na v1: new\n"
+
+
 def test_a_refusal_of_the_database_names_the_workflow_once(db: Database, modules: Path) -> None:
     (modules / "jobs_long.py").write_text(JOBS.format("long") + "long.task(name='b', lease=9e9)(id)")
     told = Shell(db.dsn)("define", "jobs_long", code=exits.EXIT_USAGE).stderr
