@@ -293,6 +293,20 @@ def test_no_more_than_asked(engine: Engine) -> None:
     assert [engine.call("redispatch_lost", 2) for _ in range(4)] == [2, 2, 1, 0]
 
 
+def test_the_queues_looked_at_longest_ago_come_first(engine: Engine) -> None:
+    """As many as one call looks at are not all; the next one sees to the rest, though none drains."""
+    engine.define(*(task(f"t{i}", queue=f"q{i:03}") for i in range(210)))
+    engine.trigger()
+    engine.schedule()
+    engine.advance("31 s")
+    engine.rows("update flowforge.queue set sampled_at = sampled_at - interval '1 s' where name > 'q009'")
+    left = "select array_agg(name order by name) from flowforge.queue where name like 'q%%' and not stalled"
+    engine.call("redispatch_lost")
+    assert engine.value(left) == [f"q{i:03}" for i in range(10)]
+    engine.call("redispatch_lost")
+    assert engine.value(left) is None
+
+
 @pytest.mark.parametrize("queue", [None, "", "nowhere"])
 def test_an_unknown_queue_is_refused(engine: Engine, queue: str | None) -> None:
     with engine.refuses("WF002"):
