@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from flowforge import Client, Context, Workflow
 from flowforge.cli import cli
@@ -162,6 +163,26 @@ def test_the_guide_to_python_names_all_there_is() -> None:
         assert option.kind is not option.KEYWORD_ONLY or f"`{option.name}`" in text, option
     for name in vars(Context):
         assert name.startswith("_") or re.search(rf"`ctx\.{name}\b", text), name
+
+
+def test_the_alerts_are_about_metrics_that_there_are() -> None:
+    """Those of the tables, which test_metrics compares with what is exported, and their labels."""
+    rows = re.findall(
+        r"^\| `(flowforge_\w+)` \| (.*) \|$", (ROOT / "docs/operating.md").read_text(), re.MULTILINE
+    )
+    listed = {"up": "job: flowforge"} | dict(rows)
+    [text] = blocks("docs/operating.md", "yaml")
+    [group] = yaml.safe_load(text)["groups"]
+    asked: set[str] = set()
+    for rule in group["rules"]:
+        assert rule.keys() <= {"alert", "expr", "for"}
+        selected = re.findall(r"\b(up|flowforge_\w+)(?:\{(\w+)=\"(\w+)\"\})?", rule["expr"])
+        assert selected, rule
+        for name, label, value in selected:
+            assert name in listed, rule
+            assert not label or (label in listed[name] and value in listed[name]), rule
+            asked.add(name)
+    assert {"up", "flowforge_database_readable", "flowforge_reaper_seconds"} <= asked
 
 
 def test_the_page_of_commands_is_current() -> None:
