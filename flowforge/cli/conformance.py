@@ -16,7 +16,7 @@ from flowforge.cli.common import (
     print_json,
     seconds,
 )
-from flowforge.errors import ConfigError
+from flowforge.errors import FlowForgeError
 from flowforge.exits import EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "--worker-url",
     default="",
     metavar="URL",
-    help="Connection string with the worker's own login and password.",
+    help="Connection string with the worker's own login and password; not this command's.",
 )
 @click.option(
     "--amqp-url", metavar="URL", help="RabbitMQ to deliver by. [FLOWFORGE_AMQP_URL; else PostgreSQL]"
@@ -86,7 +86,7 @@ def conformance(
             else:
                 _print(verdict)
     except OSError as error:
-        raise ConfigError(f"the worker cannot be started: {error}") from error
+        raise FlowForgeError(f"conformance cannot go on, whatever the worker is like: {error}") from error
     if not as_json:
         delivery = "RabbitMQ" if config.uses_broker else "PostgreSQL alone"
         total = f"{counted(len(clauses), 'clause')} of the protocol, delivered by {delivery}"

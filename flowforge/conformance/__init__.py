@@ -33,7 +33,7 @@ def examine(
 ) -> Iterator[Verdict]:
     """Try clauses on the worker that `command` starts, one after the other; see Engine.
 
-    Raises FlowForgeError, and OSError when the command cannot be started."""
+    Raises FlowForgeError, and OSError when the system refuses what is needed besides the worker."""
     with Engine(config, worker_url, command, patience) as engine:
         for clause in clauses:
             begun, seen = time.monotonic(), ""

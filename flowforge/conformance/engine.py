@@ -18,13 +18,15 @@ from typing import Any, Self
 from urllib.parse import quote, urlsplit, urlunsplit
 from uuid import uuid4
 
+import psycopg
 from psycopg import conninfo
 
 from flowforge import connecting, db, runner
 from flowforge.broker.desk import Desk
+from flowforge.client import is_connection_string
 from flowforge.config import Config
 from flowforge.conformance.proxy import DatabaseProxy, Proxy
-from flowforge.errors import ConfigError
+from flowforge.errors import ConfigError, from_database
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
 from flowforge.stopping import Stop
@@ -50,7 +52,7 @@ class Engine:
         self.config = config.replace(
             namespace=self.name if config.uses_broker else "", poll_interval=0.2, queues=(self.name,)
         )
-        self._worker_url, self._command, self.patience = worker_url, command, patience
+        self._command, self.patience = command, patience
         self._stop = Stop()
         self._threads: list[threading.Thread] = []
         self._runs: list[int] = []
@@ -67,6 +69,7 @@ class Engine:
         try:
             info = self._conn.info
             self._dbname = info.dbname
+            self._login = self._login_of(worker_url) if worker_url else (info.user, info.password)
             self.database = DatabaseProxy(
                 f"{info.host}/.s.PGSQL.{info.port}" if info.host.startswith("/") else (info.host, info.port)
             )
@@ -103,11 +106,34 @@ class Engine:
 
     # -- the worker under test
 
+    def _login_of(self, worker_url: str) -> tuple[str, str]:
+        """The user and password that libpq finds by a connection string, in files and environment too.
+
+        Raises ConfigError, DatabaseError when that is no login of its own."""
+        own = self._conn.info
+        if not is_connection_string(worker_url):
+            raise ConfigError("--worker-url is not a PostgreSQL connection string (URI or key=value)")
+        place = conninfo.make_conninfo(worker_url, host=own.host, port=own.port, dbname=own.dbname)
+        try:
+            with db.connect(
+                place,
+                application_name="flowforge conformance",
+                connect_timeout=self.config.connect_timeout,
+                prepared_statements=False,
+            ) as connection:
+                login = connection.info.user, connection.info.password
+        except psycopg.Error as error:
+            raise ConfigError(f"--worker-url: {from_database(error)}") from error
+        if login[0] == own.user:
+            raise ConfigError(
+                f"--worker-url names no other login than {own.user}, which this command has itself: "
+                "whether the worker's own has the rights that it needs would not be known"
+            )
+        return login
+
     def environment(self) -> dict[str, str]:
         """What tells the worker its servers, which are the proxies, and its queue."""
-        given = conninfo.conninfo_to_dict(self._worker_url or self.config.database_url)
-        user, password = str(given.get("user") or self._conn.info.user), str(given.get("password") or "")
-        dbname = str(given.get("dbname") or self._dbname)
+        (user, password), dbname = self._login, self._dbname
         secret = f":{quote(password, safe='')}" if password else ""
         login = f"{quote(user, safe='')}{secret}@127.0.0.1:{self.database.port}"
         found = {
@@ -132,15 +158,21 @@ class Engine:
         return found
 
     def start_worker(self) -> None:
-        """Start it if it does not run; whatever it prints goes to standard error."""
+        """Start it if it does not run; whatever it prints goes to standard error.
+
+        Raises ConfigError when it cannot be started."""
         if self.worker is None or self.worker.poll() is not None:
-            self.worker = subprocess.Popen(
-                self._command,
-                env=os.environ | self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                start_new_session=True,
-            )
+            environment = os.environ | self.environment()
+            try:
+                self.worker = subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(f"the worker cannot be started: {error}") from error
 
     def kill_worker(self) -> None:
         """Kill it with all its processes."""

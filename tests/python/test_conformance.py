@@ -1,21 +1,26 @@
 """The workers of this project conform to the protocol over both deliveries, and conformance finds mistakes.
 All of them are examined at the same time, each on a database of its own."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from flowforge import exits
 from flowforge.config import Config
 from flowforge.conformance import CLAUSES, Verdict, examine
+from flowforge.conformance.engine import Engine
 from tests.python.shell import Shell
 from tests.services import node
 from tests.services.database import Database, prepare_template
@@ -218,11 +223,47 @@ def test_the_command_tells_people_and_programs(db: Database) -> None:
         assert [state for (state,) in states] == ["cancelled", "failed", "succeeded"]
 
 
+def test_the_worker_has_a_login_of_its_own(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing would be known of its rights; also where the connection string names it by a service."""
+    mine, its = (conninfo_to_dict(dsn) for dsn in (db.dsn, db.create_login("flowforge_worker")))
+    monkeypatch.setenv("PGUSER", str(mine["user"]))
+    monkeypatch.setenv("PGPASSWORD", str(mine.get("password") or ""))
+    for nobody in ("postgresql://127.0.0.1/x", "dbname=x", f"user={mine['user']}"):
+        told = Shell(db.dsn)("conformance", "--worker-url", nobody, "x", code=exits.EXIT_CONFIG)
+        assert f"names no other login than {mine['user']}" in told.stderr
+    services = tmp_path / "services"
+    password = its.get("password", "secret")  # not asked for where the server trusts
+    services.write_text(f"[its]\nuser={its['user']}\npassword={password}\n")
+    monkeypatch.setenv("PGSERVICEFILE", str(services))
+    engine = Engine(Config(database_url=db.dsn), "service=its", [], 1)
+    with engine:
+        told_worker = engine.environment()
+    assert (told_worker["PGUSER"], told_worker["PGPASSWORD"]) == (its["user"], password)
+
+
+def test_what_the_system_refuses_is_not_laid_at_the_worker_s_door(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    told = Shell(db.dsn)("conformance", "--clause", "finishes", "x", code=exits.EXIT_FAILED).stderr
+    assert "conformance cannot go on, whatever the worker is like: [Errno 28] No space left" in told
+
+
 def test_the_command_refuses_what_it_cannot_do(db: Database) -> None:
     shell = Shell(db.dsn)
     assert "there is no clause nonsense" in shell("conformance", "--clause", "nonsense", "x", code=2).stderr
     absent = shell("conformance", "--clause", "finishes", "/nowhere/worker", code=exits.EXIT_CONFIG)
     assert "the worker cannot be started" in absent.stderr
+    told = shell("conformance", "--worker-url", "nonsense s3cret", "x", code=exits.EXIT_CONFIG)
+    assert "--worker-url is not a PostgreSQL connection string" in told.stderr
+    assert "s3cret" not in told.stderr
+    told = shell("conformance", "--worker-url", "user=nobody", "x", code=exits.EXIT_CONFIG)
+    assert re.match("error: --worker-url: .*nobody", told.stderr)
     tls = shell("conformance", "--amqp-url", "amqps://127.0.0.1", "x", code=exits.EXIT_CONFIG)
     assert "amqp://" in tls.stderr
     assert subprocess.run([*PYTHON[:3], "conformance"], capture_output=True, check=False).returncode == 2
