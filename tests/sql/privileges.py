@@ -5,6 +5,7 @@
 writes that file anew.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,16 @@ def document(connection: psycopg.Connection[Any]) -> str:
     return "\n".join([INTRODUCTION, "## Functions\n", functions, "## Views\n", views])
 
 
-def main() -> None:
+def write(page: Path, document: Callable[[psycopg.Connection[Any]], str]) -> None:
+    """Write a page that is made from the catalogue anew."""
     from flowforge.migrate import migrate
     from tests.services.postgres import PostgresServer, binaries
 
     with PostgresServer(*binaries("18")) as server:
         migrate(server.dsn())
         with server.connect() as connection:
-            DOCUMENT.write_text(document(connection), encoding="utf-8")
+            page.write_text(document(connection), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(DOCUMENT, document)

@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 
 from flowforge import errors
-from tests.sql.privileges import ROLES, granted
+from tests.sql.privileges import ROLES, granted, write
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sql-reference.md"
 
@@ -179,15 +179,5 @@ def document(connection: psycopg.Connection[Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main() -> None:
-    from flowforge.migrate import migrate
-    from tests.services.postgres import PostgresServer, binaries
-
-    with PostgresServer(*binaries("18")) as server:
-        migrate(server.dsn())
-        with server.connect() as connection:
-            DOCUMENT.write_text(document(connection), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    write(DOCUMENT, document)
