@@ -188,6 +188,10 @@ def test_hd_43_time_outs_of_sessions(rabbit_cluster: Cluster) -> None:
     assert len(cluster.executions()) == 3 + 3
     assert killed("idle-in-transaction timeout") == {"bystander"}
     assert idle <= {"flowforge publisher", "flowforge worker transaction"}
+    # A killed statement passes by itself, and leaves its connection as it was.
+    entries = [entry for each in daemons for entry in each.entries()]
+    assert [entry for entry in entries if entry["level"] == "error"] == []
+    assert [entry for entry in entries if "connection lost" in entry["event"]] == []
     assert all(each.running() for each in daemons)
     cluster.check()
 
