@@ -1,5 +1,5 @@
-"""PostgreSQL 15, RabbitMQ and what their scenarios need from Debian's packages, unpacked into a cache without
-being installed.
+"""PostgreSQL 15, RabbitMQ, what their scenarios need, and what checks the model, from Debian's packages,
+unpacked into a cache without being installed.
 
 apt-get does the fetching, with a state of its own, so neither root nor a change to the system is needed, and
 its signatures are checked as ever. As that state knows no installed package, all dependencies are named; the
@@ -24,8 +24,12 @@ from pathlib import Path
 
 # What of the dependencies is unpacked. The C library must be the system's own, as the program loader is; the
 # rest left out serves the installation (users, services, log rotation) or scripting languages.
-WANTED = re.compile(r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|pgbouncer$|lib)")
-UNWANTED = re.compile(r"(libc6|libc-bin|libc-l10n|libperl|libpython|libpam-modules|libpam-runtime|.*-perl$)")
+WANTED = re.compile(
+    r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|pgbouncer$|spin$|tcc$|linux-libc-dev$|lib)"
+)
+UNWANTED = re.compile(
+    r"(libc6$|libc-bin|libc-dev-bin|libc-l10n|libperl|libpython|libpam-modules|libpam-runtime|.*-perl$)"
+)
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +38,7 @@ PACKAGES = {
     "rabbitmq": ["rabbitmq-server"],
     "faketime": ["libfaketime"],
     "pgbouncer": ["pgbouncer"],
+    "spin": ["spin", "tcc", "libc6-dev"],
 }
 # The variable that names it where it is there already, and what to set that to.
 INSTEAD = {
@@ -41,6 +46,7 @@ INSTEAD = {
     "rabbitmq": ("FLOWFORGE_TEST_AMQP_URL", "a running broker (amqp://user:password@host:5672/vhost)"),
     "faketime": ("FLOWFORGE_TEST_FAKETIME", "the library libfaketimeMT.so.1"),
     "pgbouncer": ("FLOWFORGE_TEST_PGBOUNCER", "the program pgbouncer"),
+    "spin": ("FLOWFORGE_TEST_MODEL_BIN", "a directory with spin and tcc"),
 }
 # Raised whenever what is unpacked, or how, changes: caches made before are then left aside.
 RECIPE = 1
