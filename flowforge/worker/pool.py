@@ -14,40 +14,40 @@ from flowforge.worker.execution import Execution, awaited
 current: ContextVar[Execution | None] = ContextVar("flowforge execution", default=None)
 """The execution whose handler's code runs, on event loops and in what they hand to threads."""
 
+_NAME = "flowforge-to-thread"
+
 MOST_THREADS = 32
 """Of one execution, as asyncio has at most."""
+
+_LEAST_THREADS = 8
+_THREADS_OF_ALL = 256
+
+
+def threads_each(slots: int) -> int:
+    """How many threads each of so many executions may have. It is known from the beginning, and nothing that
+    the others do changes it: calls of one handler may wait for each other. All together have 256 at most, or
+    eight for each slot."""
+    return max(_LEAST_THREADS, min(MOST_THREADS, _THREADS_OF_ALL // slots))
 
 
 class _Share(ThreadPoolExecutor):
     """The threads of one execution."""
 
-    def __init__(self, has_room: Callable[[], bool]) -> None:
-        super().__init__(MOST_THREADS, "flowforge-to-thread")
-        self._has_room = has_room
-        self.calls = 0  # that have not ended
-
-    @property
-    def threads(self) -> int:
-        """How many there are."""
-        return len(self._threads)
-
-    def _adjust_thread_count(self) -> None:
-        # What waits is taken by the threads that there are.
-        if not self._threads or self._has_room():
-            super()._adjust_thread_count()
+    calls = 0
+    """That have not ended."""
 
 
 class HandlerPool(ThreadPoolExecutor):
-    """The default executor of the handlers' event loops, in which each execution has threads of its own: one
-    always, more while all have fewer than `most`. However many hang, others go on.
+    """The default executor of the handlers' event loops, in which each execution has up to `threads` of its
+    own. However many hang, others go on.
 
     A coroutine can be cancelled, and a thread that it waits for cannot: that goes on, whatever became of the
     handler. `on_idle` is told of an execution when the last call of it ends.
     """
 
-    def __init__(self, most: int, on_idle: Callable[[Execution], None]) -> None:
-        super().__init__(MOST_THREADS, "flowforge-to-thread")  # for what is no execution's
-        self._most, self._on_idle = most, on_idle
+    def __init__(self, threads: int, on_idle: Callable[[Execution], None]) -> None:
+        super().__init__(threads, _NAME)  # for what is no execution's
+        self._threads_each, self._on_idle = threads, on_idle
         self._lock = threading.Lock()
         self._shares: dict[Execution, _Share] = {}
         self._ended = False
@@ -62,14 +62,11 @@ class HandlerPool(ThreadPoolExecutor):
                 raise RuntimeError("the worker has stopped")
             share = self._shares.get(execution)
             if share is None:
-                share = self._shares[execution] = _Share(self._has_room)
+                share = self._shares[execution] = _Share(self._threads_each, _NAME)
             future = share.submit(fn, *args, **kwargs)
             share.calls += 1
         future.add_done_callback(lambda _: self._done(execution, share))
         return future
-
-    def _has_room(self) -> bool:
-        return sum(share.threads for share in self._shares.values()) < self._most
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: an event loop does this to its default executor when it is closed, and others go on."""
@@ -112,7 +109,7 @@ class LeavingPool(ThreadPoolExecutor):
     """The default executor of one event loop, whose end waits for none of its threads."""
 
     def __init__(self) -> None:
-        super().__init__(MOST_THREADS, "flowforge-to-thread")
+        super().__init__(MOST_THREADS, _NAME)
         self._unfinished: set[Future[Any]] = set()
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flowforge import log
 from flowforge.worker.execution import Execution, StopReason
-from flowforge.worker.pool import MOST_THREADS, HandlerPool
+from flowforge.worker.pool import HandlerPool, threads_each
 
 _log = log.of("worker")
 
@@ -40,7 +40,7 @@ class Slots:
 
     def __init__(self, count: int, on_exhausted: Callable[[], None]) -> None:
         """`on_exhausted` is told when the last slot is lost, unless it is woken before."""
-        self.pool = HandlerPool(2 * count + MOST_THREADS, self._threads_ended)
+        self.pool = HandlerPool(threads_each(count), self._threads_ended)
         """For what handlers hand to threads."""
         self._count, self._on_exhausted = count, on_exhausted
         self._changed = threading.Condition()

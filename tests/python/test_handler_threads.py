@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import gc
 import multiprocessing
+import queue
 import threading
 import time
 import weakref
@@ -17,7 +18,7 @@ import pytest
 from flowforge.config import Config
 from flowforge.worker import child
 from flowforge.worker.execution import Execution, Finish, StopReason
-from flowforge.worker.pool import MOST_THREADS, HandlerPool, current
+from flowforge.worker.pool import MOST_THREADS, HandlerPool, current, threads_each
 from tests.python.slots import Slots, an_execution
 from tests.python.workbench import Gate
 from tests.services.process import wait_until
@@ -213,6 +214,27 @@ def test_when_such_threads_have_every_slot_the_worker_ends(slots: Callable[..., 
     wait_until(lambda: bench.executor.lost == 0, "the threads' end")
 
 
+def test_a_process_is_used_again_when_threads_of_such_a_handler_have_ended(gate: Gate) -> None:
+    """Another one would take its time to start."""
+
+    async def coroutine(_ctx: Any) -> None:
+        await asyncio.to_thread(int)
+        gate.arrive()
+        await asyncio.sleep(1000)
+
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        one = child.Child(theirs)
+        execution = child._Execution(child.Task(an_execution().claim, None), one._tell)
+        thread = threading.Thread(target=one._execute, args=(execution, coroutine, Config()))
+        thread.start()
+        gate.await_arrivals()
+        execution.stop(StopReason.CANCEL)
+        assert ours.poll(20)
+        assert ours.recv().spent is False
+        thread.join()
+
+
 @pytest.mark.parametrize("reason", [None, StopReason.CANCEL, StopReason.LOST])
 def test_threads_that_need_not_have_ended_keep_their_slots_and_end_no_worker(
     slots: Callable[..., Slots], monkeypatch: pytest.MonkeyPatch, reason: StopReason | None, gate: Gate
@@ -242,8 +264,7 @@ def test_threads_that_need_not_have_ended_keep_their_slots_and_end_no_worker(
 
 
 def test_threads_of_one_handler_are_not_for_want_of_another(slots: Callable[..., Slots], gate: Gate) -> None:
-    """However many of them hang, also when the time limit of the handler has passed. All together are
-    bounded: a machine allows so many threads, and the worker needs its own."""
+    """However many of them hang, also when the time limit of the handler has passed."""
 
     async def many(_ctx: Any) -> None:
         await asyncio.gather(*(asyncio.to_thread(gate.wait) for _ in range(100)))
@@ -253,7 +274,7 @@ def test_threads_of_one_handler_are_not_for_want_of_another(slots: Callable[...,
 
     bench = slots(3, many=many, one=one)
     hanging = [bench.start("many", time_limit=1000) for _ in range(2)]
-    most = 2 * 3 + MOST_THREADS
+    most = 2 * MOST_THREADS
     gate.await_arrivals(most)
     assert bench.run("one") == Finish("succeeded", output='"done"')
     for execution in hanging:
@@ -263,6 +284,44 @@ def test_threads_of_one_handler_are_not_for_want_of_another(slots: Callable[...,
     gate.open()
     wait_until(lambda: bench.free() == 3, "the slots")
     assert gate.arrivals == most, "what waited was called off with its handler"
+
+
+def test_calls_of_one_handler_can_wait_for_each_other(slots: Callable[..., Slots], gate: Gate) -> None:
+    """Whatever the threads of others do, or have done. A name look-up beside a blocking call is such a one,
+    too, to which the event loop gives a thread of the same."""
+    reached = threading.Event()
+
+    async def many(_ctx: Any) -> None:
+        await asyncio.gather(*(asyncio.to_thread(gate.wait) for _ in range(100)))
+
+    async def pair(_ctx: Any) -> int:
+        handed: queue.Queue[int] = queue.Queue(maxsize=1)
+
+        def produce() -> None:
+            reached.set()
+            for number in range(10):
+                handed.put(number)
+
+        def consume() -> int:
+            return sum(handed.get() for _ in range(10))
+
+        _, found = await asyncio.gather(asyncio.to_thread(produce), asyncio.to_thread(consume))
+        return found
+
+    bench = slots(3, many=many, pair=pair)
+    hogs = [bench.start("many") for _ in range(2)]
+    gate.await_arrivals(2 * MOST_THREADS)
+    waiting = bench.start("pair")
+    assert reached.wait(60)
+    gate.open()
+    for each in hogs:
+        assert bench.report(each) == Finish("succeeded")
+    assert bench.report(waiting) == Finish("succeeded", output="45")
+
+
+def test_all_threads_of_handlers_together_are_bounded() -> None:
+    """A machine allows so many, and the worker needs its own. Eight are each handler's in any case."""
+    assert [threads_each(slots) for slots in (1, 8, 16, 1000)] == [32, 32, 16, 8]
 
 
 def test_what_is_not_waited_for_still_runs_and_keeps_the_slot(
@@ -319,7 +378,7 @@ def test_a_thread_that_is_about_to_end_costs_nothing(
 def test_the_end_calls_off_what_waits_while_the_last_thread_ends(gate: Gate) -> None:
     """Both tell of it at the same moment, which once hung the worker's stop."""
     idle: list[Execution] = []
-    pool, execution = HandlerPool(100, idle.append), an_execution()
+    pool, execution = HandlerPool(MOST_THREADS, idle.append), an_execution()
 
     def calls() -> list[Future[Any]]:
         current.set(execution)
@@ -344,6 +403,8 @@ def test_the_end_calls_off_what_waits_while_the_last_thread_ends(gate: Gate) -> 
     thread.join(20)
     assert not thread.is_alive()
     assert waiting.cancelled()
+    with pytest.raises(RuntimeError, match="the worker has stopped"):
+        contextvars.copy_context().run(calls)
 
 
 def test_when_a_blocked_loop_ends_the_others_can_still_use_threads(
