@@ -137,17 +137,18 @@ class Finisher:
             # What was refused and forgotten is no trouble any more.
             self._session.resting = self._is_empty()
             batch = self._take_arrived()
-            batch += self._take_due()
+            batch += self._take_due(alone=not batch)
         return batch
 
-    def _take_due(self) -> list[_Ended]:
+    def _take_due(self, *, alone: bool) -> list[_Ended]:
         """Those put off whose moment has come: some, and one at most that may take long. At the end that one
-        waits for all others, which have little time left."""
+        waits for all others, which have little time left; `alone`: none of them is about to be sent."""
         now = time.monotonic()
         due = [item for item in self._later if item[0] <= now]
-        short = [item for item in due if item[1].limit <= CALL_LIMIT][:_MOST_LATER]
-        long = [item for item in due if item[1].limit > CALL_LIMIT][:1]
-        taken = short if self._closing and short else [*short, *long]
+        short = [item for item in due if not _is_long(item[1])][:_MOST_LATER]
+        long = [item for item in due if _is_long(item[1])][:1]
+        others = not alone or not self._queue.empty() or any(not _is_long(each) for _, each in self._later)
+        taken = short if self._closing and others else [*short, *long]
         self._later = [item for item in self._later if item not in taken]
         return [each for _, each in taken]
 
@@ -175,7 +176,9 @@ class Finisher:
     def _patience(self, batch: Sequence[_Ended]) -> float | None:
         """Seconds to wait for another report; None: until there is one."""
         if self._later and not batch:
-            return max(0.0, min(at for at, _ in self._later) - time.monotonic())
+            # Whatever its moment is, at the end the long one waits for the short.
+            short = [at for at, each in self._later if self._closing and not _is_long(each)]
+            return max(0.0, min(short or (at for at, _ in self._later)) - time.monotonic())
         return 0.0 if batch or self._closing else None
 
     def _send(self, batch: Sequence[_Ended]) -> None:
@@ -273,6 +276,11 @@ class Finisher:
         self._keeper.forget([each.execution for each in batch])
         with self._answered:
             self._answered.notify_all()
+
+
+def _is_long(each: _Ended) -> bool:
+    """Whether its statement may hold up all others for minutes."""
+    return each.limit > CALL_LIMIT
 
 
 def _arguments(batch: Sequence[_Ended]) -> list[list[object]]:

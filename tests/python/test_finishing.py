@@ -195,13 +195,46 @@ def test_a_result_that_takes_long_on_the_wire_is_given_the_time_and_others_go_fi
 def test_of_results_that_take_long_one_goes_at_a_time(closing: bool) -> None:
     """Each may take minutes in which no other result arrives. At the stop, all that do not go first."""
     finisher = Sending(Wire()).finisher
-    first, second, small = (
-        _Ended(an_execution(), Finish("succeeded"), True, limit) for limit in (120.0, 120.0, 60.0)
-    )
+    first, second, small = ended(120.0), ended(120.0), ended(60.0)
     finisher._put_off([first, second, small])
     finisher._closing = closing
-    turns = [finisher._take_due() for _ in range(2 + closing)]
+    turns = [finisher._next() for _ in range(2 + closing)]
     assert turns == ([[small], [first], [second]] if closing else [[small, first], [second]])
+
+
+def test_at_the_stop_a_result_that_takes_long_waits_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for those that are to be sent a moment later, and for what does not fit into the next statement.
+    Sent before them it would use up the grace time, and handlers that have succeeded would run again."""
+    finisher, looks = Sending(Wire()).finisher, list[int]()
+    take_due = finisher._take_due
+
+    def counted(**options: Any) -> Any:
+        looks.append(1)
+        return take_due(**options)
+
+    monkeypatch.setattr(finisher, "_take_due", counted)
+    long, small = ended(120.0), ended(60.0)
+    finisher._put_off([long])
+    finisher.close()
+    for _ in range(3):
+        finisher.put(an_execution(), Finish("succeeded", output='"' + "x" * 5_000_000 + '"'))
+    for _ in range(3):
+        [large] = finisher._next()
+        assert large is not long
+    finisher._put_off([small], 0.2)
+    looks.clear()
+    assert finisher._next() == [small]
+    assert len(looks) < 20, "it is waited for, and not looked for all the time"
+    assert finisher._next() == [long]
+    finisher._put_off([long], 0.2)
+    looks.clear()
+    assert finisher._next() == [long]
+    assert len(looks) < 20
+
+
+def ended(limit: float) -> _Ended:
+    """A result whose statement may take so many seconds."""
+    return _Ended(an_execution(), Finish("succeeded"), True, limit)
 
 
 class Full(Session):
