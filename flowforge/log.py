@@ -84,7 +84,7 @@ def configure_others(
 ) -> None:
     """Write what handlers and libraries log by the standard library's logging in the same form, with the task
     run that it is `about`. Nothing is changed where somebody has set up the root logger, and what a logger
-    with a handler of its own writes is not written again.
+    writes to standard output or error by itself is not written again.
 
     `level` is for the packages of `modules` (MODULE[:NAME]); of all others, warnings are the least. Libraries
     have much to say, and not all of it is for a log: the URLs that they ask may hold secrets."""
@@ -104,16 +104,23 @@ def configure_others(
 
 
 def _unwritten(record: logging.LogRecord) -> bool:
-    """Whether no logger on the record's way to the root has written it."""
+    """Whether nothing on the record's way to the root has written it where people see it."""
     logger = logging.getLogger(record.name)
     while logger.parent is not None:
-        if any(
-            record.levelno >= handler.level and not isinstance(handler, logging.NullHandler)
-            for handler in logger.handlers
-        ):
+        if any(record.levelno >= handler.level and _is_plain(handler) for handler in logger.handlers):
             return False
         logger = logger.parent
     return True
+
+
+def _is_plain(handler: logging.Handler) -> bool:
+    """Whether it writes to the process's output whatever it is given. Others choose what they keep, or put it
+    where nobody looks before it is too late, as by mail: a line too many is better than none."""
+    return (
+        type(handler) is logging.StreamHandler
+        and handler.stream in (sys.stdout, sys.stderr)
+        and not handler.filters
+    )
 
 
 def about(**keys: Any) -> None:

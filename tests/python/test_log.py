@@ -3,7 +3,10 @@
 import contextvars
 import io
 import logging
+import logging.handlers
 import sys
+from collections.abc import Callable
+from typing import TextIO
 
 import pytest
 
@@ -63,21 +66,62 @@ def test_what_others_log_has_the_same_form(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_logger_writes_by_itself_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_root(monkeypatch)
     stream, own = io.StringIO(), io.StringIO()
-    handler = logging.StreamHandler(own)
+    monkeypatch.setattr(sys, "stdout", own)
+    handler = logging.StreamHandler(sys.stdout)
     handler.setLevel(logging.WARNING)
     written = logging.getLogger("writes_by_itself")
     monkeypatch.setattr(written, "handlers", [handler])
-    quiet = logging.getLogger("library_without_output")
-    monkeypatch.setattr(quiet, "handlers", [logging.NullHandler()])  # as libraries do
     log.configure_others("text", "info", ["writes_by_itself"], stream)
     written.getChild("part").warning("once")
     written.info("not by it")
-    quiet.warning("not by it either")
     assert own.getvalue() == "once\n"
-    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == [
-        "not by it",
-        "not by it either",
-    ]
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["not by it"]
+
+
+def filtered() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(lambda record: "audit" in record.getMessage())
+    return handler
+
+
+class Chosen(logging.StreamHandler[TextIO]):
+    """Writes what it likes."""
+
+    def emit(self, _record: logging.LogRecord) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        logging.NullHandler,  # as libraries have
+        filtered,
+        lambda: logging.StreamHandler(io.StringIO()),
+        lambda: logging.handlers.MemoryHandler(1000),
+        Chosen,
+    ],
+    ids=["null", "filtered", "elsewhere", "memory", "chosen"],
+)
+def test_what_a_logger_keeps_elsewhere_is_written(
+    monkeypatch: pytest.MonkeyPatch, handler: Callable[[], logging.Handler]
+) -> None:
+    """Or nowhere at all: the log of the worker is where people look."""
+    fresh_root(monkeypatch)
+    stream = io.StringIO()
+    quiet = logging.getLogger("keeps_it_elsewhere")
+    monkeypatch.setattr(quiet, "handlers", [handler()])
+    log.configure_others("text", "info", ["keeps_it_elsewhere"], stream)
+    quiet.error("payment failed")
+    assert stream.getvalue().endswith("keeps_it_elsewhere: payment failed\n")
+
+
+def test_of_others_no_more_is_heard_than_the_level_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_root(monkeypatch)
+    stream = io.StringIO()
+    log.configure_others("text", "error", [], stream)
+    logging.getLogger("library").warning("not shown")
+    logging.getLogger("library").error("shown")
+    assert [line.rpartition(": ")[2] for line in stream.getvalue().splitlines()] == ["shown"]
 
 
 def test_logging_that_a_module_has_set_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
