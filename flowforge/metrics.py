@@ -206,7 +206,7 @@ class Figures:
                     try:
                         thread.start()
                     except RuntimeError:
-                        return []  # there is none to be had; the next scrape tries again
+                        return [_readable(False)]  # there is none to be had; the next scrape tries again
                     self._thread = thread
                 before = self._reads
                 self._asked.set()
@@ -225,8 +225,7 @@ class Figures:
                 log.of("metrics").warning("figures of the database cannot be read", error=error)
             self._told = error
             with self._read:
-                meaning = "Whether the figures of the database could be read."
-                self._found = [*found, Metric("gauge", "database_readable", meaning, {"": not error})]
+                self._found = [*found, _readable(not error)]
                 self._reads, self._read_at = self._reads + 1, time.monotonic()
                 self._read.notify_all()
 
@@ -258,6 +257,11 @@ class Figures:
             return [], f"{first_line(exc)}; remedy: grant flowforge_reader to the scheduler's login"
         except Exception as exc:  # noqa: BLE001 -- told; without this thread the last would stand for ever
             return [], first_line(exc)
+
+
+def _readable(was: bool) -> Metric:
+    meaning = "Whether the figures of the database could be read."
+    return Metric("gauge", "database_readable", meaning, {"": was})
 
 
 def _figures(health: list[tuple[Any, ...]], queues: list[tuple[Any, ...]]) -> list[Metric]:
