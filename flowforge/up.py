@@ -82,7 +82,8 @@ def run(
     `server` is started if it is not running, and stopped at the end if it was started here; without it the
     database of `config` is used. `workflows` are registered (without any there is no worker, which would only
     take work from those who have handlers), and `ready` is called once every daemon works. `abandoned` is
-    called last when handlers are left that did not stop: the interpreter's own end is no place for them.
+    called last when handlers are left that did not stop, also when this raises: the interpreter's own end is
+    no place for them.
     Without `stop` the signals of the process ask for it (main thread only), and interrupt whatever is waited
     for before the daemons run; a request that another thread makes meanwhile counts from then on.
 
@@ -99,6 +100,7 @@ def run(
     handlers = handlers_of(workflows)
     for workflow in workflows:
         workflow.spec()  # what can be told to be wrong before anything is started
+    parts: list[_Part] = []
     try:
         with contextlib.ExitStack() as cleanup:
             with _interrupted_by(stop):
@@ -111,14 +113,14 @@ def run(
                     defined = tuple(client.define_all(workflows))
             up = Up(config.database_url, server.directory if server else None, defined)
             parts = _parts(config, handlers, sources, stop)
-            code = _run_parts(parts, config, server, stop, lambda: ready(up))
-        if any(part.left_behind() for part in parts):
-            abandoned()
-        return code
+            return _run_parts(parts, config, server, stop, lambda: ready(up))
     except KeyboardInterrupt:
         if not stop.requested:
             raise
         return exits.EXIT_INTERRUPTED if stop.immediate else exits.EXIT_OK
+    finally:
+        if any(part.left_behind() for part in parts):
+            abandoned()
 
 
 @contextlib.contextmanager

@@ -367,7 +367,7 @@ def up(
       flowforge up my_project.workflows
       flowforge up my_project.workflows --data-dir ./data --port 5433
     """
-    from flowforge import stopping
+    from flowforge import exits, stopping
     from flowforge import up as everything
     from flowforge.embedded import EmbeddedPostgres
 
@@ -379,13 +379,18 @@ def up(
     workflows = _loaded(modules, config)
     config = _serving(config, flags["queues"], workflows)
     left: list[bool] = []
-    with acting():
-        code = everything.run(
-            config, workflows, sources=modules, server=server, ready=_ready(as_json),
-            abandoned=lambda: left.append(True),
-        )  # fmt: skip
-    if not code and not as_json:
-        click.echo("Stopped.")
+    code = exits.EXIT_FAILED
+    try:
+        with acting():
+            code = everything.run(
+                config, workflows, sources=modules, server=server, ready=_ready(as_json),
+                abandoned=lambda: left.append(True),
+            )  # fmt: skip
+        if not code and not as_json:
+            click.echo("Stopped.")
+    except OSError:  # nobody reads the output any more
+        if not left:
+            raise
     if left:
         stopping.end_now(code)
     ctx.exit(code)

@@ -22,7 +22,7 @@ from flowforge import Client, Context, Workflow, exits, up
 from flowforge.config import Config
 from flowforge.embedded import EmbeddedPostgres, running_dsn
 from flowforge.errors import ConfigError, InvalidDefinition
-from flowforge.health import read_health
+from flowforge.health import Health, read_health
 from flowforge.migrate import _LOCK
 from flowforge.stopping import Stop
 from tests.python.running import running
@@ -296,6 +296,24 @@ def test_an_error_of_ready_stops_the_daemons_before_the_server(project: Path) ->
     with pytest.raises(BrokenPipeError):
         up.run(Config(), [flow], server=Watched(project / "data"), ready=ready, stop=Stop())
     assert left == [set()]
+
+
+def test_of_handlers_that_are_left_is_told_also_after_an_error(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter's end might hang in them. Of `ready` it comes when nobody reads its output."""
+
+    def closed(_: object) -> None:
+        raise BrokenPipeError
+
+    stop, told = Stop(), list[bool]()
+    health = Health("worker")
+    health.ticked()
+    part = up._Part("worker", lambda: int(not stop.wait()), health, lambda: True)
+    monkeypatch.setattr(up, "_parts", lambda *_: [part])
+    with pytest.raises(BrokenPipeError):
+        up.run(Config(database_url=db.dsn), [], ready=closed, abandoned=lambda: told.append(True), stop=stop)
+    assert told == [True]
 
 
 def test_a_signal_interrupts_the_start(db: Database) -> None:
