@@ -156,17 +156,32 @@ def end_soon(code: int) -> None:
 
     The interpreter joins all that are no daemons, and those of every concurrent.futures pool, daemons or not.
     """
-    watch = threading.Timer(LAST_MOMENT, end_now, [code])
-    watch.daemon = True
-    watch.start()
-    # By then it has joined them, and what a program's own functions do at its end may take longer.
-    atexit.register(watch.cancel)
+    # Both from here: once the interpreter ends, there are no new threads.
+    for watch in (_timer(LAST_MOMENT, _flush_and_end, code), _timer(2 * LAST_MOMENT, os._exit, code)):
+        with contextlib.suppress(RuntimeError):  # no thread is to be had
+            watch.start()
+            # By then it has joined them, and what a program's own functions do at its end may take longer.
+            atexit.register(watch.cancel)
 
 
 def end_now(code: int) -> None:
-    """End the process with `code`, whatever still runs."""
+    """End the process with `code`, whatever still runs; in a moment if nobody takes what is left to be
+    written."""
+    with contextlib.suppress(RuntimeError):  # no thread is to be had: rather without
+        _timer(LAST_MOMENT, os._exit, code).start()
+        _flush_and_end(code)
+    os._exit(code)
+
+
+def _timer(seconds: float, end: Callable[[int], object], code: int) -> threading.Timer:
+    timer = threading.Timer(seconds, end, [code])
+    timer.daemon = True
+    return timer
+
+
+def _flush_and_end(code: int) -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError):  # a handler may have closed it
+        with contextlib.suppress(Exception):  # a handler may have done anything to it
             stream.flush()
     os._exit(code)

@@ -99,6 +99,65 @@ def test_requests_that_are_held_back_count_afterwards() -> None:
             signal.signal(number, handler)
 
 
+def test_what_is_ignored_or_deadly_is_not_held_back() -> None:
+    """There is nobody to be told."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in SIGNALS]
+    try:
+        with held_back():
+            assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * 2
+            signal.raise_signal(SIGNALS[0])
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_requests_that_come_while_those_held_back_are_told_count() -> None:
+    """Its handler is not yet what it was, then."""
+    told: list[int] = []
+
+    def again(number: int, _frame: object) -> None:
+        told.append(number)
+        if len(told) == 1:
+            signal.raise_signal(SIGNALS[1])
+
+    before = [signal.signal(number, again) for number in SIGNALS]
+    try:
+        with held_back():
+            signal.raise_signal(SIGNALS[0])
+        assert told == [*SIGNALS]
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
+UNREAD = """
+import sys, threading, time
+from flowforge import stopping
+
+stopping.LAST_MOMENT = 0.1
+sys.stdout = open(1, "w", buffering=2_000_000)
+print("x" * 1_000_000)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "stopping.end_now(7)",
+        "threading.Thread(target=time.sleep, args=[3600]).start(); stopping.end_soon(7)",
+    ],
+)
+def test_output_that_nobody_reads_keeps_no_program_from_its_end(end: str) -> None:
+    """As of a supervisor that hangs itself."""
+    with subprocess.Popen(
+        [sys.executable, "-c", UNREAD + end], cwd=CHECKOUT, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.wait(TIMEOUT) == 7
+        finally:
+            process.kill()
+
+
 def test_a_second_request_that_nobody_takes_over_ends_the_start() -> None:
     handler = Remembered()
     handler(15, None)
