@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psycopg
 
-from flowforge import db
+from flowforge import db, threads
 from flowforge.config import Config
 from flowforge.errors import (
     DatabaseError,
@@ -79,7 +79,10 @@ def connect(config: Config, daemon: str, stop: Stop, functions: Iterable[str], r
             attempt.set_exception(exc)
 
     # In a thread of its own: there is no socket yet that could be cut.
-    threading.Thread(target=main, name="flowforge-connect", daemon=True).start()
+    try:
+        threads.start(threading.Thread(target=main, name="flowforge-connect", daemon=True))
+    except threads.NoThread as exc:
+        raise DatabaseUnavailable(str(exc)) from exc
     while not stop.requested:
         with suppress(TimeoutError):
             return attempt.result(0.1)

@@ -25,6 +25,7 @@ from psycopg import conninfo
 from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps
 
+from flowforge import threads
 from flowforge.errors import ConfigError, NotStorable, first_line, is_transient, refusal
 
 # What libpq, psycopg or the server say of values in the connection string.
@@ -373,8 +374,7 @@ class _Watchdog:
     def add(self, fileno: int, seconds: float) -> int:
         with self._changed:
             if not self._started:
-                # There may be no thread to be had; the next one tries again.
-                threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True).start()
+                threads.start(threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True))
                 self._started = True
             key = next(self._keys)
             self._open[key] = (time.monotonic() + seconds, os.dup(fileno))
@@ -416,7 +416,9 @@ _watchdog = _Watchdog()
 def guard(conn: Connection, seconds: float) -> Generator[Callable[[float], None]]:
     """Bound the calls on `conn` inside the block: after `seconds` its socket is shut down, so that a call
     that waits for a server that no longer answers (a half-open path that keepalives don't notice) fails as a
-    lost connection. What it gives, any thread may call with fewer seconds from now."""
+    lost connection. What it gives, any thread may call with fewer seconds from now.
+
+    Raises OSError where there is no descriptor or no thread for it."""
     key = _watchdog.add(conn.fileno(), seconds)
     try:
         yield partial(_watchdog.shorten, key)

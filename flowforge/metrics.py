@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
 
-from flowforge import __version__, db, log
+from flowforge import __version__, db, log, threads
 from flowforge.config import Config
 from flowforge.errors import ConfigError, first_line
 
@@ -204,8 +204,8 @@ class Figures:
                 if self._thread is None:
                     thread = threading.Thread(target=self._run, name="flowforge-metrics", daemon=True)
                     try:
-                        thread.start()
-                    except RuntimeError:
+                        threads.start(thread)
+                    except threads.NoThread:
                         return [_readable(False)]  # there is none to be had; the next scrape tries again
                     self._thread = thread
                 before = self._reads

@@ -12,7 +12,7 @@ import typing
 from collections import Counter
 from collections.abc import Iterable
 
-from flowforge import db, log
+from flowforge import db, log, threads
 from flowforge.broker import Message, Outcome, PublishChannel, unusable
 from flowforge.broker.publish import Kind
 from flowforge.config import Config
@@ -58,7 +58,7 @@ class Publisher(Daemon):
         self._config = config
         self._log = log.of(self.name)
         self._channel = PublishChannel(config, self.name)
-        self._channel.start()
+        threads.start(self._channel)
         self._counts: Counter[str] = Counter()
         self._new_connection = True
         self._started = False

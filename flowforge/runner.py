@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import psycopg
 
-from flowforge import db, exits, log
+from flowforge import db, exits, log, threads
 from flowforge.config import Config
 from flowforge.connecting import connect
 from flowforge.errors import (
@@ -191,7 +191,7 @@ class _Loop:
                     return
                 self._lost(from_database(exc), passing=db.is_transient(exc))
             except OSError as exc:
-                # No descriptors left, for a moment.
+                # No descriptors left, or no threads, for a moment.
                 self._lost(DatabaseUnavailable(str(exc)), passing=True)
             except (ConfigError, DatabaseError, SchemaError, MissingPrivilege) as exc:
                 # From connecting and its checks. Once started, a daemon outlasts even these: a failover, a
@@ -211,14 +211,15 @@ class _Loop:
             self.cutoff = db.Cutoff(self.conn)
             self.daemon.on_connect()
             if self.listener is None and self.daemon.channels:
-                self.listener = Listener(
+                listener = Listener(
                     self.config.database_url,
                     self.daemon.channels,
                     self.waker.set,
                     name=self.daemon.name,
                     connect_timeout=self.config.connect_timeout,
                 )
-                self.listener.start()
+                threads.start(listener)
+                self.listener = listener
             self.counts["connections"] += 1
             self.log.info("connected to PostgreSQL" if not self.started else "connected to PostgreSQL again")
             self.started = True

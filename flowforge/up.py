@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowforge import exits, log, runner
+from flowforge import exits, log, runner, threads
 from flowforge.client import Client, Defined
 from flowforge.config import Config
 from flowforge.definition import Workflow
@@ -170,9 +170,9 @@ def _run_parts(
     ready: Callable[[], None],
 ) -> int:
     health = Health("up", config.health_file)
-    for part in parts:
-        part.thread.start()
     try:
+        for part in parts:
+            threads.start(part.thread)
         failure = _watch(parts, server, stop, ready, health)
     except BaseException:
         # Of `ready`, perhaps, whose output is gone. What runs must not outlive the server that it needs.
@@ -180,7 +180,7 @@ def _run_parts(
         raise
     finally:
         health.report("stopping")
-        _await(parts, config, stop)
+        _await([part for part in parts if part.thread.ident is not None], config, stop)
     if failure is not None:
         return failure
     if stop.immediate:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psycopg
 from psycopg.rows import dict_row
 
-from flowforge import db, log
+from flowforge import db, log, threads
 from flowforge.config import Config
 from flowforge.errors import ConfigError, FlowForgeError, first_line
 from flowforge.exits import EXIT_INTERRUPTED, EXIT_OK
@@ -84,7 +84,7 @@ def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) ->
         target=lambda: server.run(sockets=[listening]), name="flowforge-web", daemon=True
     )
     with listening, signals(stop):
-        thread.start()
+        threads.start(thread)
         shown = f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listening.getsockname()[1]}/")
         until = float("inf")

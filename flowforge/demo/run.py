@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowforge import up
+from flowforge import threads, up
 from flowforge.client import Client
 from flowforge.config import Config
 from flowforge.demo.workflow import census
@@ -113,7 +113,7 @@ def _daemons(server: EmbeddedPostgres) -> Iterator[None]:
             ready.set()
 
     thread = threading.Thread(target=main, name="flowforge-up", daemon=True)
-    thread.start()
+    threads.start(thread)
     try:
         ready.wait()
         for found in failure:

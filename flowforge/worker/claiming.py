@@ -20,7 +20,7 @@ from uuid import UUID, uuid4
 
 import psycopg
 
-from flowforge import db, log
+from flowforge import db, log, threads
 from flowforge.config import Config
 from flowforge.crash import crash_point
 from flowforge.errors import first_line
@@ -104,8 +104,8 @@ class Claimer(ABC):
         self._most_held = 2 * parts.config.concurrency + 100
 
     def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Begin. Raises NoThread."""
+        threads.start(self._thread)
 
     def stop(self) -> None:
         """Take nothing new. What the claim under way wins is given back."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import psycopg
 
-from flowforge import connecting, db, exits, log, stopping, tracing
+from flowforge import connecting, db, exits, log, stopping, threads, tracing
 from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.errors import (
@@ -277,7 +277,7 @@ class Worker:
     def _start(self) -> None:
         if self._messages is not None:
             channel = self._messages.channel
-            channel.start()
+            threads.start(channel)
             while not self._stop.requested and not channel.wait_ready(1.0):
                 error = channel.error
                 if isinstance(error, BrokerMisconfigured) and not isinstance(error, BrokerForbidden):
@@ -287,9 +287,14 @@ class Worker:
                     # waits for that may as well be up.
                     self.health.report("no broker", str(error))
                     break
-        self._finisher.start()
-        self._keeper.start()
-        self._claimer.start()
+        try:
+            self._finisher.start()
+            self._keeper.start()
+            self._claimer.start()
+        except threads.NoThread:
+            self._finisher.close()
+            self._keeper.close(1.0)
+            raise
         _log.info(
             "started", worker=self.name, queues=",".join(self._config.queues), count=self._config.concurrency
         )

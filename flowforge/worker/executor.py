@@ -9,9 +9,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
-from flowforge import log, tracing
+from flowforge import log, threads, tracing
 from flowforge.errors import Cancelled
 from flowforge.worker.children import Children, NotStarted
 from flowforge.worker.execution import (
@@ -95,6 +96,8 @@ class Executor:
         self._is_async = any(is_async for _, is_async in self._handlers.values())
         self._loop: HandlerLoop | None = None  # for what comes next
         self._no_loop = ""  # why there can be none
+        self._wanted = 0  # threads that there were not when they were asked for
+        self._no_thread = ""  # why
         self._loops: dict[HandlerLoop, threading.Thread] = {}  # with those set aside that have not ended
         self._blocked: dict[HandlerLoop, str] = {}  # of these, with what runs there
         self._watch: threading.Thread | None = None
@@ -109,13 +112,28 @@ class Executor:
 
     def reserve(self, most: int, timeout: float) -> int:
         """Reserve up to `most` free slots; waits up to `timeout` seconds for the first. Returns how many,
-        possibly 0; also when there can be no event loop for async handlers."""
+        possibly 0; also when there can be no thread or event loop for handlers."""
         with self._changed:
-            ready = self._loop is not None or not self._is_async or self._renew_loop()
-        if not ready:
+            usable = self._usable(most)
+        if usable < min(most, 1):
             time.sleep(timeout)
             return 0
-        return self._slots.reserve(most, timeout)
+        return self._slots.reserve(usable, timeout)
+
+    def _usable(self, most: int) -> int:
+        """How many of `most` handlers could be run at present, as far as is known; the caller holds the
+        lock."""
+        if self._is_async and self._loop is None and not self._renew_loop():
+            return 0
+        try:
+            if self._watch is None:
+                self._watch = self._thread(self._keep_time, "flowforge-time-limits")
+            self._add_threads(self._wanted)
+        except threads.NoThread as exc:
+            self._lacks_threads(exc)
+            return min(most, len(self._threads) - self._in_threads) if self._watch is not None else 0
+        self._no_thread = ""
+        return most
 
     def give_back(self, slots: int) -> None:
         """Free reserved slots that nothing was claimed for."""
@@ -156,18 +174,33 @@ class Executor:
         with self._changed:
             self._running.update(execution for execution, _ in (*coroutines, *threaded))
             self._in_threads += len(threaded)
-            while len(self._threads) < self._in_threads:
-                self._threads.append(self._thread(self._work, f"flowforge-handler-{len(self._threads)}"))
+            try:
+                self._add_threads(self._in_threads)
+            except threads.NoThread as exc:
+                self._wanted = self._in_threads
+                self._lacks_threads(exc)
+            begun = len(threaded) - max(0, self._in_threads - len(self._threads))
+            threaded, without = threaded[:begun], threaded[begun:]
             if coroutines:
                 assert self._loop is not None  # noqa: S101 -- since slots were reserved
                 self._loop.submit(coroutines)
-            if self._watch is None:
-                self._watch = self._thread(self._keep_time, "flowforge-time-limits")
         for each in threaded:
             self._queue.put(each)
+        for execution, _ in without:
+            self._unstarted(execution, in_thread=True)
         alarms = (execution.alarm for execution, _ in (*coroutines, *threaded))
         if any(alarm is not None and alarm < self._looks_at for alarm in alarms):
             self._look.set()
+
+    def _add_threads(self, count: int) -> None:
+        """For handlers, up to `count`; the caller holds the lock. Raises NoThread."""
+        while len(self._threads) < count:
+            self._threads.append(self._thread(self._work, f"flowforge-handler-{len(self._threads)}"))
+
+    def _lacks_threads(self, exc: threads.NoThread) -> None:
+        if not self._no_thread:
+            _log.warning("no thread for handlers; trying again", error=str(exc))
+        self._no_thread = str(exc)
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until no handler runs. True when none does."""
@@ -245,16 +278,20 @@ class Executor:
 
     def _renew_loop(self) -> bool:
         """Make an event loop for what comes next; the caller holds the lock. False when there can be none at
-        present, for want of descriptors: then all stays as it is."""
+        present, for want of descriptors or of a thread: then all stays as it is."""
+        loop = None
         try:
             loop = HandlerLoop(self._run_coroutine, self._unstarted, self._slots.pool)
+            thread = self._thread(partial(self._run_loop, loop), "flowforge-handlers")
         except OSError as exc:
+            if loop is not None:
+                loop.discard()
             if not self._no_loop:
                 _log.warning("no event loop can be made; trying again", error=str(exc))
             self._no_loop = f"no event loop can be made: {exc}"
             return False
         self._loop, self._no_loop = loop, ""
-        self._loops[loop] = self._thread(lambda: self._run_loop(loop), "flowforge-handlers")
+        self._loops[loop] = thread
         return True
 
     def _run_loop(self, loop: HandlerLoop) -> None:
@@ -283,9 +320,9 @@ class Executor:
         returned = raised = None  # as in a thread
         loop.left(execution)
 
-    def _unstarted(self, execution: Execution) -> None:
-        """It was taken back from its event loop before it began."""
-        self._ended(execution, lambda: unstarted(execution), in_thread=False)
+    def _unstarted(self, execution: Execution, *, in_thread: bool = False) -> None:
+        """It was taken back before it began, or there is no thread for it."""
+        self._ended(execution, lambda: unstarted(execution), in_thread=in_thread)
 
     def _ended(self, execution: Execution, made: Callable[[], Report], *, in_thread: bool) -> None:
         """One report, and the slot free again. Raises nothing: neither a thread nor the loop could go on."""
@@ -385,10 +422,11 @@ class Executor:
     @property
     def blocked(self) -> str:
         """The handlers on event loops that do not run, those whose threads keep every slot, and why no event
-        loop can be made or process be started, or nothing."""
+        loop can be made, or thread or process be started, or nothing."""
         children = self._children.problem if self._children is not None else ""
         with self._changed:
-            reasons = [*self._blocked.values(), self._slots.taken, self._no_loop, children]
+            lacks = (self._no_loop, self._no_thread)
+            reasons = [*self._blocked.values(), self._slots.taken, *lacks, children]
         return "; ".join(filter(None, reasons))
 
     def _loop_of(self, execution: Execution) -> HandlerLoop | None:
@@ -450,9 +488,7 @@ class Executor:
                 _log.exception("running handlers broke down")
                 self._on_broken(f"running handlers broke down: {exc!r}")
 
-        thread = threading.Thread(target=guarded, name=name, daemon=True)
-        thread.start()
-        return thread
+        return threads.start(threading.Thread(target=guarded, name=name, daemon=True))
 
 
 def _judged(execution: Execution, begun: bool, returned: object, raised: BaseException | None) -> Report:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import psycopg
 
-from flowforge import log
+from flowforge import log, threads
 from flowforge.crash import crash_point
 from flowforge.db import is_transient
 from flowforge.errors import first_line
@@ -75,8 +75,8 @@ class Finisher:
         self._thread = threading.Thread(target=self._main, name="flowforge-finish", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Begin. Raises NoThread."""
+        threads.start(self._thread)
 
     def put(self, execution: Execution, report: Report) -> None:
         """The handler has ended: send `report`, if there is one, sooner or later."""

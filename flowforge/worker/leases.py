@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 
-from flowforge import log
+from flowforge import log, threads
 from flowforge.errors import first_line
 from flowforge.worker.execution import Execution, StopReason
 from flowforge.worker.session import CALL_LIMIT, Session, Unanswered
@@ -76,8 +76,8 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._main, name="flowforge-renew", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+        """Begin. Raises NoThread."""
+        threads.start(self._thread)
 
     @property
     def held(self) -> int:
@@ -114,7 +114,8 @@ class LeaseKeeper:
         """Take the announcement back and end, within about `timeout` seconds."""
         self._closing = True
         self._calls.put(None)
-        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
         if self._thread.is_alive():
             self._session.sever()
             self._thread.join(1)

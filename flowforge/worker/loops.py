@@ -136,6 +136,10 @@ class HandlerLoop:
         with self._lock:
             self._end()
 
+    def discard(self) -> None:
+        """Let go of what it holds: it is not going to be run."""
+        self._loop.close()
+
     def run(self) -> None:
         """In its thread, until it is retired and empty, or closed."""
         asyncio.set_event_loop(self._loop)

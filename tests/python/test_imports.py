@@ -26,6 +26,7 @@ LAYERS = {
     "exits": 1,
     "health": 1,
     "stopping": 1,
+    "threads": 1,
     "config": 1,
     "db": 2,
     "definition": 2,

@@ -254,6 +254,34 @@ def test_a_moment_without_descriptors_is_outlasted_and_shown(
     assert (running.code, seen.count(f"no database: {full}")) == (exits.EXIT_OK, 3)
 
 
+def test_a_moment_without_threads_is_outlasted(
+    config: Config, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While connecting, and for the listener, which is there afterwards."""
+    refused: list[str] = []
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name in ("flowforge-connect", "flowforge-listen-probe") and thread.name not in refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    probe = Probe()
+    with Running(probe, config) as running:
+        wait_until(lambda: len(refused) == 2 and running.health.state == "ok", "a tick")
+
+        def woken() -> bool:
+            ticks = probe.ticks
+            with psycopg.connect(db.dsn, autocommit=True) as conn:
+                conn.execute("notify probe")
+            return probe.ticks > ticks
+
+        wait_until(woken, "what the listener hears")
+    assert running.code == exits.EXIT_OK
+
+
 @pytest.mark.parametrize(("where", "name"), [(psycopg, "connect"), (database, "guard")])
 def test_a_connection_for_which_there_is_no_descriptor_may_be_had_later(
     config: Config, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
