@@ -303,8 +303,10 @@ class Worker:
         """Until asked to stop: say how it is, and what was done."""
         said, counted = time.monotonic(), self._totals()
         while not self._stop.wait(1.0):
-            if refused := [each.purpose for each in self._sessions if each.refused]:
-                self.health.report("error", f"the database refuses to {', '.join(refused)}; see the log")
+            refused = {each.purpose for each in self._sessions if each.refused}
+            if refused := refused | ({"renew"} if self._keeper.refused else set()):
+                refusals = ", ".join(sorted(refused))
+                self.health.report("error", f"the database refuses to {refusals}; see the log")
             elif silent := [each.purpose for each in self._sessions if not each.healthy]:
                 self.health.report("no database", f"no answer on: {', '.join(silent)}")
             elif self._messages is not None and self._messages.channel.state != "connected":

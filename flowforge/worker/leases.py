@@ -19,9 +19,10 @@ from typing import Any
 import psycopg
 
 from flowforge import log, threads
+from flowforge.db import is_transient
 from flowforge.errors import first_line
 from flowforge.worker.execution import Execution, StopReason
-from flowforge.worker.session import CALL_LIMIT, Session, Unanswered
+from flowforge.worker.session import CALL_LIMIT, PASSING_REFUSALS, Session, Unanswered
 
 _log = log.of("worker")
 
@@ -70,6 +71,8 @@ class LeaseKeeper:
         self._next_announcement = 0.0
         # Wakes the thread: an execution to renew at once, or None.
         self._calls: queue.SimpleQueue[Execution | None] = queue.SimpleQueue()
+        self._refusals: Counter[Execution] = Counter()  # in a row, of what could not be renewed
+        self._stuck: frozenset[Execution] = frozenset()  # of these, what is told of
         self.renewals: Counter[str] = Counter()
         """Answers to renewals."""
         self._closing = False
@@ -83,6 +86,11 @@ class LeaseKeeper:
     def held(self) -> int:
         """How many task runs are this worker's: their handlers run, or their reports are not answered yet."""
         return len(self._held)
+
+    @property
+    def refused(self) -> bool:
+        """Whether some lease that is held is refused its renewals, whatever else is answered meanwhile."""
+        return any(each in self._held for each in self._stuck)
 
     def hold(self, executions: Sequence[Execution]) -> None:
         """Renew the leases of `executions` from now on, each at a third of its length, and report their
@@ -185,13 +193,19 @@ class LeaseKeeper:
                     self._apply([each], now, self._ask([each]))
                 except psycopg.Error as each_exc:
                     each.renewed_at = now
-                    self._session.stuck(each_exc)
+                    self._refusals[each] += 1
+                    if self._refusals[each] > (PASSING_REFUSALS if is_transient(each_exc) else 0):
+                        self._stuck |= {each}
                     _log.error("renewal refused", task_run=each.claim.task_run_id, error=first_line(each_exc))
         with self._lock:
+            gone = self._refusals.keys() - self._held
             self._next_renewal = min(
                 (each.renewed_at + each.claim.lease / 3 for each in self._held if not each.finished),
                 default=float("inf"),
             )
+        for each in gone:
+            del self._refusals[each]
+        self._stuck &= self._refusals.keys()
 
     def _ask(self, due: Sequence[Execution]) -> list[tuple[Any, ...]]:
         ids = [each.claim.task_run_id for each in due]
@@ -217,6 +231,7 @@ class LeaseKeeper:
         self.renewals.update(str(outcome) for outcome, _ in answers)
         for each, (outcome, lease_left) in zip(due, answers, strict=True):
             each.renewed_at = now
+            self._refusals.pop(each, None)
             if lease_left is not None:
                 each.prolong(now + lease_left)
             if outcome == "cancel":

@@ -18,7 +18,8 @@ CALL_LIMIT = 60.0
 """Seconds after which a call that got no answer is given up as lost with its connection."""
 
 _LONGEST_CALL = 3600.0
-_PASSING_REFUSALS = 2
+PASSING_REFUSALS = 2
+"""In a row, by what passes by itself, until it is told of."""
 
 
 class Unanswered(Exception):
@@ -114,7 +115,7 @@ class Session:
         """Whoever calls has got nowhere, for this refusal: one that passes by itself may come a few times in
         a row until it is told."""
         self._refusals += 1
-        self._refused = self._refusals > (_PASSING_REFUSALS if db.is_transient(exc) else 0)
+        self._refused = self._refusals > (PASSING_REFUSALS if db.is_transient(exc) else 0)
 
     def give_up(self, exc: Exception) -> None:
         """Close the connection, which `exc` says is lost, and tell of it once, until a call is answered."""

@@ -274,14 +274,38 @@ def test_health_is_told_no_more_of_a_report_that_is_forgotten() -> None:
     sending.end()
 
 
-def test_health_is_told_of_refused_renewals() -> None:
-    for refusal, told in (
-        (psycopg.errors.DiskFull, [False] * 5 + [True]),
-        (psycopg.errors.InsufficientPrivilege, [False] * 2 + [True] * 4),
-    ):
-        wire = Full(refusal, 100)
-        keeper = LeaseKeeper(wire, "me", ["default"], 1, 60, Counter(), list[str]().append)
-        keeper.hold([an_execution() for _ in range(2)])
-        for now in (1e9, 2e9):
-            keeper._renew(now)
-        assert wire.told == told
+@pytest.mark.parametrize(
+    ("refusal", "turns"), [(psycopg.errors.DiskFull, 3), (psycopg.errors.InsufficientPrivilege, 1)]
+)
+def test_health_is_told_of_refused_renewals(refusal: type[psycopg.Error], turns: int) -> None:
+    """Of one among others too, and whatever is answered between two of them."""
+    bad, good = an_execution(), an_execution()
+    bad.claim = bad.claim._replace(task_run_id=7)
+
+    class Refusing(Session):
+        refuses = True
+
+        def call(self, *args: Any, **_: Any) -> list[tuple[Any, ...]]:
+            [ids, *_rest] = args[1]
+            if self.refuses and 7 in ids:
+                raise refusal("no")
+            return [("held", 60.0)] * len(ids)
+
+    def told() -> bool:
+        return keeper.refused
+
+    wire = Refusing(Config(), "renew")
+    keeper = LeaseKeeper(wire, "me", ["default"], 1, 60, Counter(), list[str]().append)
+    keeper.hold([bad, good])
+    for turn in range(1, turns + 2):
+        keeper._renew(turn * 1e9)
+        assert told() is (turn >= turns)
+    bad.renewed_at = 9e9
+    keeper._renew(9e9)
+    assert told(), "though only others were renewed"
+    keeper.forget([bad])
+    assert not told(), "nobody holds it any more"
+    keeper.hold([bad])
+    wire.refuses = False
+    keeper._renew(10e9)
+    assert not told()
