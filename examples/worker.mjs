@@ -47,12 +47,13 @@ async function run({ task_run_id: id, fencing_token: token, ...task }) {
   renew().catch(() => {});
   if (task.limit < 2e6) after(task.limit).then(() => stop.abort("time limit exceeded"), () => {}); // else the scheduler's
   stopping.signal.addEventListener("abort", () => stop.abort("shutdown"), { signal: stop.signal });
-  let result;
+  let result, retryable = true;
   try {
     const output = await Promise.race([handlers[task.handler](task, stop.signal), once(stop.signal, "abort")]);
+    retryable = false; // should it be no JSON
     result = ["succeeded", JSON.stringify(output) ?? "null", null];
   } catch (error) {
-    result = ["failed", null, String(error).replaceAll("\0", "\ufffd")];
+    result = ["failed", null, String(error).replaceAll("\0", "\ufffd"), retryable];
   }
   const why = stop.signal.reason;
   stop.abort("over");
@@ -72,7 +73,8 @@ const takeDispatch = async () => await claim("claim_next(array[$4], $1, $2, $3, 
 
 async function openChannel() {
   const connection = (await amqp.connect(broker, { timeout: 10_000 })).on("error", tell);
-  channel = (await connection.createChannel()).on("error", tell);
+  const opened = await connection.createChannel().catch(async (error) => { await connection.close(); throw error; });
+  channel = opened.on("error", tell);
   channel.on("close", () => { channel = null; noMessage(); connection.close().catch(() => {}); });
   await channel.prefetch(1);
 }

@@ -131,6 +131,18 @@ def command(directory: Path, mistake: Mistake | None = None) -> list[str]:
     return [str(node.program()), str(directory / "worker.mjs"), str(EXAMPLES / "handlers.mjs")]
 
 
+NO_JSON = "Node, whose outputs may be no JSON at all"
+
+
+def without_json(directory: Path) -> list[str]:
+    """The worker in Node with handlers of which one answers what JSON does not know."""
+    *program, handlers = command(directory)
+    source = Path(handlers).read_text()
+    assert source.count(r'() => "\0"') == 1
+    (directory / "handlers.mjs").write_text(source.replace(r'() => "\0"', "() => 1n"))
+    return [*program, str(directory / "handlers.mjs")]
+
+
 @pytest.fixture(scope="module")
 def verdicts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -151,6 +163,7 @@ def verdicts(
         "Python, RabbitMQ": (PYTHON, True),
         "Node": (command(directory / "right"), False),
         "Node, RabbitMQ": (command(directory / "right with RabbitMQ"), True),
+        NO_JSON: (without_json(directory / "no JSON"), False),
     }
     for name, mistake in MISTAKES.items():
         jobs[name] = command(directory / name, mistake), mistake.by_broker
@@ -164,6 +177,8 @@ def verdicts(
             worker, by_broker = jobs[name]
             config = Config(database_url=databases[name].dsn, amqp_urls=(amqp,) if by_broker else ())
             clauses = [each for each in CLAUSES if by_broker or not each.needs_broker]
+            if name == NO_JSON:
+                clauses = [each for each in clauses if each.name == "unstorable_output"]
             violates = MISTAKES[name].violates if name in MISTAKES else set()
             broken = [each for each in clauses if each.name in violates]
             kept = [each for each in clauses if each not in broken]
@@ -183,7 +198,7 @@ def violated(future: Future[list[Verdict]]) -> dict[str, str]:
     return {each.clause: each.seen for each in future.result() if not each.holds}
 
 
-@pytest.mark.parametrize("worker", ["shell", "Python", "Python, RabbitMQ", "Node", "Node, RabbitMQ"])
+@pytest.mark.parametrize("worker", ["shell", "Python", "Python, RabbitMQ", "Node", "Node, RabbitMQ", NO_JSON])
 def test_a_worker_conforms(worker: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
     assert violated(verdicts[worker]) == {}
 
