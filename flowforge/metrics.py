@@ -62,7 +62,7 @@ def serving(config: Config, collect: Callable[[], Iterable[Metric]]) -> Generato
     """Within the block what `collect` gives is served at /metrics, if the configuration names a port.
     `collect` is called in a thread of the server, for each scrape.
 
-    Raises ConfigError when the extra is not installed, or the port cannot be listened on."""
+    Raises ConfigError when the extra is not installed, or the port cannot be listened on, and NoThread."""
     if not config.metrics_port:
         yield
         return
@@ -103,8 +103,9 @@ def serving(config: Config, collect: Callable[[], Iterable[Metric]]) -> Generato
             f"{error.strerror or error}"
         ) from None
     with server:
-        thread = threading.Thread(target=server.serve_forever, name="flowforge-metrics-server", daemon=True)
-        thread.start()
+        threads.start(
+            threading.Thread(target=server.serve_forever, name="flowforge-metrics-server", daemon=True)
+        )
         try:
             yield
         finally:
