@@ -9,6 +9,7 @@ import pytest
 from flowforge import Client
 from flowforge.config import Config
 from tests.python.cluster import Cluster
+from tests.python.isolation import Scene
 from tests.python.orders import flow
 from tests.python.running import running
 from tests.python.shell import Shell
@@ -41,6 +42,24 @@ def any_bench(request: pytest.FixtureRequest) -> Bench:
     """Either delivery: the guarantees are the same."""
     bench: Bench = request.getfixturevalue("bench" if request.param == "postgresql" else "rabbit_bench")
     return bench
+
+
+@pytest.fixture
+def table_of_effects(bench: Bench) -> None:
+    """For side effects of handlers."""
+    bench.execute("create table public.effect (task_run_id bigint, what text)")
+
+
+@pytest.fixture
+def scene(bench: Bench, tmp_path: Path) -> Scene:
+    """For handlers in processes of their own."""
+    return Scene(bench, tmp_path)
+
+
+@pytest.fixture
+def any_scene(any_bench: Bench, tmp_path: Path) -> Scene:
+    """The same, with either delivery."""
+    return Scene(any_bench, tmp_path)
 
 
 @pytest.fixture
