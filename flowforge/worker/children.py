@@ -34,8 +34,15 @@ START_LIMIT = 60.0
 """Seconds that a task run is kept waiting for a process to be ready to run handlers. It is then given back,
 and the process goes on starting for the next: on a busy machine all that start at once take their time."""
 
+START_PATIENCE = 120.0
+"""Seconds after which a process that is still not ready is replaced, as its import of a module may hang. The
+next ones get twice the time of the last: what takes that long by itself must come to its end."""
+
 START_AGAIN = 1.0
 """Seconds until the next try when there can be no more processes."""
+
+REFUSED_FOR = 10.0
+"""Seconds that it counts as a problem that there could be no more processes, unless there is a new one."""
 
 END_MOMENT = 1.0
 """Seconds that a process with nothing to do gets to end by itself, before it is killed."""
@@ -64,6 +71,7 @@ class Process:
     def __init__(self, setup: child.Setup) -> None:
         """Raises OSError when it cannot be started."""
         self.tasks = 0
+        self._begun = time.monotonic()
         self._ready = False
         self._waker = Waker()
         ours, theirs = socket.socketpair()
@@ -152,6 +160,16 @@ class Process:
         self._process.kill()
 
     @property
+    def age(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self._begun
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can run handlers, as far as can be told while it runs none."""
+        return self._ready or self._connection.poll()
+
+    @property
     def usable(self) -> bool:
         """Whether it can be given a task, as far as can be told while it runs none."""
         return self._process.poll() is None and not (self._ready and self._connection.poll())
@@ -185,14 +203,22 @@ class Children:
         renew_soon: Callable[[Execution], None],
     ) -> None:
         """`sources` are the modules (MODULE[:NAME]) that hold the handlers of the names `handlers`."""
-        self.problem = ""
-        """Why no process can be started at present, or nothing."""
         self.handlers = handlers
         self._setup = child.Setup(config, tuple(sources), handlers)
         self._recycle_after, self._renew_soon = config.recycle_after, renew_soon
         self._lock = threading.Lock()
         self._idle: list[Process] = []
+        self._late: set[Process] = set()  # those that task runs have waited for in vain
+        self._refused, self._refused_at = "", 0.0
+        self._patience = START_PATIENCE
         self._closed = False
+
+    @property
+    def problem(self) -> str:
+        """Why handlers have no process at present, or nothing."""
+        if self._late:
+            return f"a process for handlers is not ready after {START_LIMIT:g} s"
+        return self._refused
 
     def run(self, execution: Execution) -> Report:
         """Run the handler of `execution` to its end. Raises NotStarted when no process can."""
@@ -200,17 +226,23 @@ class Children:
         try:
             process = self._take()
             try:
-                ended = process.run(execution, self._renew_soon, self._no_problem)
+                ended = process.run(execution, self._renew_soon, lambda: self._is_ready(process))
             except NotReady:
-                self.problem = f"a process for handlers is not ready after {START_LIMIT:g} s"
+                with self._lock:
+                    self._late.add(process)
                 _log.warning("a process for handlers is slow to start; giving the task run back")
+            except BaseException:
+                with self._lock:
+                    self._late.discard(process)
+                raise
         except Died as death:
             execution.broken_off = f"the handler's process died: {death}"
             return judge(execution, None, None)
         except OSError as error:
             if error.errno not in _FOR_NOW:
                 raise NotStarted(f"a process for handlers cannot be started: {error}") from error
-            self.problem = f"no process for handlers can be started: {error}"
+            self._refused = f"no process for handlers can be started: {error}"
+            self._refused_at = time.monotonic()
             _log.warning("no process for handlers can be started; trying again", error=str(error))
             time.sleep(START_AGAIN)
             return unstarted(execution)
@@ -218,8 +250,14 @@ class Children:
         self._give_back(process, execution, spent=ended is not None and ended.spent)
         return report
 
-    def _no_problem(self) -> None:
-        self.problem = ""
+    def _is_ready(self, process: Process) -> None:
+        with self._lock:
+            self._late.discard(process)
+            # That there are some for others tells nothing of those that are missing.
+            if process.tasks == 0 or time.monotonic() - self._refused_at > REFUSED_FOR:
+                self._refused = ""
+            if process.tasks == 0 and process.age < START_PATIENCE:
+                self._patience = START_PATIENCE
 
     def close(self) -> None:
         """End the processes that are idle, and those that are not after their task."""
@@ -234,7 +272,19 @@ class Children:
     def _take(self) -> Process:
         while True:
             with self._lock:
-                process = self._idle.pop() if self._idle else None
+                ready = [each for each in self._idle if each.ready]
+                starting = [each for each in self._idle if each not in ready]
+                hung = [each for each in starting if each.age > self._patience]
+                process = next((each for each in reversed([*starting, *ready]) if each not in hung), None)
+                self._idle = [each for each in self._idle if each is not process and each not in hung]
+                self._late.difference_update(ready, hung)
+                if hung:
+                    self._patience *= 2
+            for each in hung:
+                _log.warning(
+                    "a process for handlers does not get ready; it is replaced", seconds=int(each.age)
+                )
+                each.close()
             if process is None:
                 return Process(self._setup)
             if process.usable:

@@ -151,6 +151,27 @@ while not Path({str(scene.directory / "go")!r}).exists(): pass
     assert (task["output"], task["attempt"], task["reaps"]) == (starting.pid, 1, 0)
 
 
+def test_a_process_that_never_gets_ready_is_replaced(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a name server does not answer while a module is imported. Also where no time limit lets a task
+    wait as long as it takes."""
+    monkeypatch.setattr(children, "START_PATIENCE", 0.5)
+    code = f"""
+import time
+from pathlib import Path
+from tests.python.isolated_flows import quick
+try: Path({str(scene.directory / "first")!r}).touch(exist_ok=False)
+except FileExistsError: pass
+else: time.sleep(3600)
+"""
+    run = scene.trigger(flows.quick)
+    source = handlers_in(scene, monkeypatch, code)
+    with scene.worker(flows.quick, sources=[source], concurrency=1):
+        assert scene.ended(run)["state"] == "succeeded"
+    assert "a process for handlers does not get ready; it is replaced" in caplog.text
+
+
 def test_a_time_limit_shorter_than_the_start_of_a_process_gets_its_turn(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,20 +270,92 @@ def test_a_process_that_was_given_back_is_not_killed_for_its_last_task(
     assert killed == []
 
 
-def test_a_process_that_runs_handlers_is_no_problem_whatever_becomes_of_them(
-    monkeypatch: pytest.MonkeyPatch,
+class Scripted:
+    """A process of no machine: it has `age`, and is `ready` or not. A task gets its process as the report."""
+
+    def __init__(self, _: object = None, *, age: float = 0, ready: bool = True, tasks: int = 0) -> None:
+        self.age, self.ready, self.tasks, self.usable, self.closed = age, ready, tasks, True, False
+
+    def run(self, _: Execution, __: object, on_ready: Callable[[], None]) -> child.Ended:
+        if not self.ready:
+            raise children.NotReady
+        on_ready()
+        self.tasks += 1
+        return child.Ended(Finish("succeeded", output=str(id(self))), False, "", False)
+
+    def close(self) -> str:
+        self.closed = True
+        return "closed"
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> children.Children:
+    monkeypatch.setattr(children, "Process", Scripted)
+    return children.Children(Config(), [], frozenset(), lambda _: None)
+
+
+def test_what_is_ready_is_used_before_what_is_not(processes: Any) -> None:
+    """Which may never be. As long as it is waited for, health does not say otherwise."""
+    ready, hangs = Scripted(tasks=1), Scripted(ready=False)
+    processes._idle = [hangs]
+    assert processes.run(an_execution()) == Release("unstarted")
+    problem = processes.problem
+    assert "not ready" in problem
+    processes._idle[:0] = [ready]
+    for _ in range(2):
+        assert processes.run(an_execution()) == Finish("succeeded", output=str(id(ready)))
+        assert processes.problem == problem
+    hangs.ready = True
+    processes._idle = [hangs]
+    assert processes.run(an_execution()) == Finish("succeeded", output=str(id(hangs)))
+    assert processes.problem == ""
+
+
+def test_each_process_that_is_replaced_gives_the_next_ones_more_time(processes: Any) -> None:
+    """Else a long import would never come to its end. One that took no longer than usual ends that."""
+
+    def lasts(seconds: float) -> None:
+        hangs = Scripted(ready=False, age=seconds - 1)
+        processes._idle = [hangs]
+        assert processes.run(an_execution()) == Release("unstarted")
+        assert processes._take() is hangs
+        processes._idle = [hangs]
+        hangs.age += 2
+        assert processes._take() is not hangs
+        assert hangs.closed
+        assert processes.problem == ""
+
+    for times in (1, 2, 4):
+        lasts(times * children.START_PATIENCE)
+    processes.run(an_execution())
+    lasts(children.START_PATIENCE)
+
+
+def test_that_there_can_be_no_more_is_a_problem_until_there_is_one_more(
+    processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Health would tell of a want of processes while there is one, and for as long as a handler runs."""
+    """Whatever others do meanwhile, and whatever becomes of its handler."""
+    monkeypatch.setattr(children, "START_AGAIN", 0)
 
-    class Dies:
-        def __init__(self, _: child.Setup) -> None: ...
+    def refused(_: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
 
+    class Dies(Scripted):
         def run(self, _: Execution, __: object, on_ready: Callable[[], None]) -> child.Ended:
             on_ready()
             raise children.Died("SIGSEGV")
 
+    with monkeypatch.context() as patch:
+        patch.setattr(children, "Process", refused)
+        assert processes.run(an_execution()) == Release("unstarted")
+    processes._idle = [Scripted(tasks=1)]
+    processes.run(an_execution())
+    assert "no more processes" in processes.problem
+    with monkeypatch.context() as patch:
+        patch.setattr(children, "REFUSED_FOR", 0)  # for long nobody was in want of one
+        processes.run(an_execution())
+    assert processes.problem == ""
+    processes._refused, processes._idle = "no more processes", []
     monkeypatch.setattr(children, "Process", Dies)
-    processes = children.Children(Config(), [], frozenset(), lambda _: None)
-    processes.problem = "no process for handlers can be started"
     assert processes.run(an_execution()) == Release("crashed")
     assert processes.problem == ""
