@@ -124,19 +124,22 @@ class LeavingPool(ThreadPoolExecutor):
         future.add_done_callback(self._unfinished.discard)
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002 -- given
-        """Let the threads end when they have nothing left to do."""
-        super().shutdown(wait=False, cancel_futures=cancel_futures)
-
 
 def run_alone(execution: Execution, coroutine: Awaitable[object], pool: ThreadPoolExecutor) -> object:
-    """What `coroutine` returns, on an event loop of its own. `pool` runs what it hands to threads, and it is
-    for its `shutdown` to say whether they are waited for: asyncio's own would be."""
+    """What `coroutine` returns, on an event loop of its own. `pool` runs what it hands to threads, for which
+    nobody waits: asyncio's own would be waited for."""
 
     async def main() -> object:
         current.set(execution)
         return await awaited(execution, coroutine)
 
+    async def leave_executor(_timeout: float | None = None) -> None:
+        # Closing the loop shuts the executor down. To wait for it asyncio would start a thread, and where
+        # there can be none, as under a memory limit, that would take the place of what the handler returned.
+        pass
+
     with asyncio.Runner() as runner:
-        runner.get_loop().set_default_executor(pool)
+        loop = runner.get_loop()
+        loop.set_default_executor(pool)
+        loop.shutdown_default_executor = leave_executor  # type: ignore[method-assign]
         return runner.run(main())

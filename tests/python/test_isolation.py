@@ -1,20 +1,25 @@
 """Handlers in processes of their own: everything works as in threads, and limits are hard."""
 
+import asyncio
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import psutil
 import pytest
 
+from flowforge.config import Config
 from flowforge.definition import Workflow
 from flowforge.errors import InvalidDefinition
-from flowforge.worker import executor
+from flowforge.worker import child, executor
+from flowforge.worker.execution import Finish
 from tests.python import isolated_flows as flows
 from tests.python.cluster import PROGRAM, Process
 from tests.python.isolation import FLOWS, Scene, gone
+from tests.python.slots import an_execution
 from tests.services.process import wait_for_end, wait_until
 
 # -- as in threads
@@ -173,6 +178,36 @@ def test_what_runs_out_of_memory_says_so_and_its_process_is_replaced(scene: Scen
             assert after != before, what
             assert gone(before), what
             before = after
+
+
+def test_the_end_of_an_async_handler_takes_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may have all memory that there is. It has succeeded, and its side effects are not to be
+    repeated."""
+    closed: list[str] = []
+
+    async def left_open() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            closed.append("generator")
+
+    async def coroutine(_ctx: Any) -> Any:
+        assert await asyncio.to_thread(int) == 0
+        generator = left_open()
+        await anext(generator)
+        monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+        return True
+
+    def no_more_threads(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        one = child.Child(theirs)
+        execution = child._Execution(child.Task(an_execution().claim, None), one._tell)
+        one._execute(execution, coroutine, Config())
+        assert ours.recv().report == Finish("succeeded", output="true")
+    assert closed == ["generator"]
 
 
 # -- the program
