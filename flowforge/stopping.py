@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -113,12 +114,18 @@ def remember() -> None:
     for number in SIGNALS:
         signal.signal(number, handler)
     # Later the interpreter would set what is deadly by default, while it still tears its modules down.
-    atexit.register(_ignore)
+    # This comes first, and so is called last.
+    atexit.register(_end)
 
 
-def _ignore() -> None:
+_at_end: list[Callable[[], None]] = []
+
+
+def _end() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    for each in _at_end:
+        each()
 
 
 @contextlib.contextmanager
@@ -162,6 +169,32 @@ def end_soon(code: int) -> None:
             watch.start()
             # By then it has joined them, and what a program's own functions do at its end may take longer.
             atexit.register(watch.cancel)
+    _at_end.append(_written_or_end(code))
+
+
+def _written_or_end(code: int) -> Callable[[], None]:
+    """What a program that was remembered does at its very end, so that the interpreter finds nothing left to
+    write: it would wait for ever where nobody reads, and where it fails it would have an exit code of its
+    own."""
+    begun = threading.Event()
+
+    def limit() -> None:
+        begun.wait()
+        time.sleep(LAST_MOMENT)
+        os._exit(code)
+
+    def write() -> None:
+        begun.set()
+        for stream in (sys.stderr, sys.stdout):
+            with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
+                try:
+                    stream.flush()
+                except OSError:
+                    os._exit(code)
+
+    with contextlib.suppress(RuntimeError):  # no thread is to be had
+        threading.Thread(target=limit, name="flowforge-end", daemon=True).start()
+    return write
 
 
 def end_now(code: int) -> None:

@@ -23,6 +23,7 @@ from flowforge.cli.common import (
     seconds,
 )
 from flowforge.cli.registration import warn_of_unregistered
+from flowforge.cli.telling import tell
 from flowforge.config import Config, given, variable, without_password
 from flowforge.errors import ConfigError
 
@@ -367,7 +368,7 @@ def up(
       flowforge up my_project.workflows
       flowforge up my_project.workflows --data-dir ./data --port 5433
     """
-    from flowforge import exits, stopping
+    from flowforge import stopping
     from flowforge import up as everything
     from flowforge.embedded import EmbeddedPostgres
 
@@ -379,18 +380,13 @@ def up(
     workflows = _loaded(modules, config)
     config = _serving(config, flags["queues"], workflows)
     left: list[bool] = []
-    code = exits.EXIT_FAILED
-    try:
-        with acting():
-            code = everything.run(
-                config, workflows, sources=modules, server=server, ready=_ready(as_json),
-                abandoned=lambda: left.append(True),
-            )  # fmt: skip
-        if not code and not as_json:
-            click.echo("Stopped.")
-    except OSError:  # nobody reads the output any more
-        if not left:
-            raise
+    with acting():
+        code = everything.run(
+            config, workflows, sources=modules, server=server, ready=_ready(as_json),
+            abandoned=lambda: left.append(True),
+        )  # fmt: skip
+    if not code and not as_json:
+        tell(say, "Stopped.")
     if left:
         stopping.end_now(code)
     ctx.exit(code)
@@ -422,7 +418,8 @@ def _ready(as_json: bool) -> Callable[[Up], None]:
         url = without_password(up.database_url)
         if as_json:
             defined = [dataclasses.asdict(each) for each in up.workflows]
-            print_json({"ready": True, "pid": os.getpid(), "database_url": url, "workflows": defined})
+            state = {"ready": True, "pid": os.getpid(), "database_url": url, "workflows": defined}
+            tell(print_json, state)
             return
         lines = ["FlowForge is ready."]
         if up.directory is not None:
@@ -435,7 +432,7 @@ def _ready(as_json: bool) -> Callable[[Up], None]:
         if up.workflows:
             lines.append(_next_step(up))
         lines.append("Press Ctrl-C to stop.")
-        say("\n".join(lines))
+        tell(say, "\n".join(lines))
 
     return announce
 

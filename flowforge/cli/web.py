@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from flowforge.cli.common import Integer, acting, database_option, find_database, say
+from flowforge.cli.telling import tell
 
 
 @click.command()
@@ -31,6 +32,6 @@ def web(database_url: str | None, host: str, port: int) -> None:
     config = find_database(database_url)
     log.configure(config.log_format, config.log_level)
     with acting():
-        code = serve(config, host, port, lambda address: say(f"The page is at {address}"))
+        code = serve(config, host, port, lambda address: tell(say, f"The page is at {address}"))
     if code:
         stopping.end_now(code)

@@ -1,11 +1,12 @@
 """A program that is asked to stop while it starts or ends does so in order."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +49,77 @@ def test_a_signal_before_the_daemon_runs_or_after_it_is_no_sudden_end(db: Databa
     )
     assert worker.returncode == 0, worker.stderr
     assert "started" not in worker.stderr
+
+
+@pytest.fixture(params=["a full pipe", "a full disk"])
+def unwritable(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A descriptor of what takes nothing more."""
+    if request.param == "a full disk":
+        unread, full = None, os.open("/dev/full", os.O_WRONLY)
+    else:
+        unread, full = os.pipe()
+        os.set_blocking(full, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(full, bytes(4096))
+        os.set_blocking(full, True)
+    yield full
+    for each in (unread, full):
+        if each is not None:
+            os.close(each)
+
+
+WORKFLOW = """
+from flowforge import Workflow
+workflow = Workflow("w")
+workflow.task(name="task")(lambda ctx: None)
+"""
+
+
+def ended(unwritable: int, directory: Path, dsn: str, command: str, code: str) -> tuple[int, str]:
+    """How `flowforge COMMAND` ends with this standard output and a module that has this code and a workflow;
+    with its log."""
+    (directory / "own.py").write_text(f"{code}\n{WORKFLOW}")
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": dsn}
+    environment.pop("PYTHONUNBUFFERED", None)
+    process = subprocess.run(
+        [sys.executable, "-m", "flowforge", command, "own"],
+        cwd=directory,
+        env=environment,
+        stdout=unwritable,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    return process.returncode, process.stderr
+
+
+def test_what_handlers_print_and_nobody_takes_changes_no_end(
+    db: Database, tmp_path: Path, unwritable: int
+) -> None:
+    """The interpreter would wait for ever, or make a code of its own of it."""
+    code = "import os, signal; print('of a handler'); os.kill(os.getpid(), signal.SIGTERM)"
+    exit_code, told = ended(unwritable, tmp_path, db.dsn, "worker", code)
+    assert exit_code == 0, told
+
+
+def test_up_goes_on_when_nobody_takes_what_it_tells(db: Database, tmp_path: Path, unwritable: int) -> None:
+    """It says so, and can be asked to stop meanwhile. So it can when it is done."""
+    code = """
+import logging, os, signal
+
+class Stopping(logging.Handler):
+    def emit(self, record):
+        if "standard output" in record.getMessage():
+            logging.getLogger("flowforge").removeHandler(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+logging.getLogger("flowforge").addHandler(Stopping())
+"""
+    exit_code, told = ended(unwritable, tmp_path, db.dsn, "up", code)
+    assert exit_code == 0, told
+    assert told.count("standard output cannot be written") == 2
 
 
 def test_a_program_that_ran_a_worker_may_go_on() -> None:
