@@ -16,6 +16,7 @@ EXIT_NO_SLOTS = 8
 EXIT_TIMEOUT = 9
 EXIT_REFUSED = 10
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
 
 EXITS = {
     EXIT_OK: "done; of a run that was waited for: it succeeded",
@@ -30,6 +31,7 @@ EXITS = {
     EXIT_TIMEOUT: "a run that was waited for had not ended in time",
     EXIT_REFUSED: "refused in the present state: retry of a running task, a key used with other input",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C, or told to stop a second time",
+    EXIT_PIPE: "whoever read the output has stopped reading, as head does",
 }
 
 # The first that fits counts, so subclasses stand before their bases.

@@ -70,6 +70,9 @@ def _import(name: str) -> ModuleType:
 def _blamed(name: str, error: BaseException) -> str:
     """What went wrong in the module and where, in one line: the innermost place that is the user's own, or
     else that is neither of Python nor of this package."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        place = f"{error.filename}:{error.lineno}"
+        return f"module {name} cannot be imported: {place}: {type(error).__name__}: {error.msg}"
     python = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen ")
     frames = [
         frame

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import signal
 import sys
+import traceback
 from typing import Any
 
 import click
 
 from flowforge import __version__, stopping
 from flowforge.errors import FlowForgeError
-from flowforge.exits import EXIT_INTERRUPTED, EXITS, exit_code
+from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXITS, exit_code
 from flowforge.log import visible
 
 # Where each command is, in the order of the help.
@@ -78,13 +80,35 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except FlowForgeError as error:
             click.secho("error: ", err=True, fg="red", nl=False)
-            click.echo(visible(str(error)), err=True)
+            click.echo(visible("\n".join([str(error), *getattr(error, "__notes__", ())])), err=True)
             ctx.exit(exit_code(error))
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                _forget_output()
+                ctx.exit(EXIT_PIPE)
+            if not _is_of_output(error):
+                raise
+            _forget_output()
+            click.secho("error: ", err=True, fg="red", nl=False)
+            click.echo(f"cannot write to standard output: {error.strerror}", err=True)
+            ctx.exit(EXIT_FAILED)
         except KeyboardInterrupt as error:
             click.echo(err=True)
             if str(error):
                 click.echo(str(error), err=True)
             ctx.exit(EXIT_INTERRUPTED)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether it arose where text is printed."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("click", "rich")
+
+
+def _forget_output() -> None:
+    """The interpreter would try to write what is left once more at its end, and tell of that."""
+    with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError, ValueError):  # noqa: PTH123
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @click.group(

@@ -68,6 +68,20 @@ def test_every_error_has_an_exit_code_of_its_kind() -> None:
     assert len(set(codes)) == len(codes)
 
 
+def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
+    """And that nobody reads, by its exit code alone, as of any other program."""
+    command = [sys.executable, "-m", "flowforge", "config", "--json"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "error: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (exits.EXIT_FAILED, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (exits.EXIT_PIPE, "")
+
+
 # -- settings
 
 
@@ -353,6 +367,7 @@ def test_workflows_are_found_in_modules(modules: Path) -> None:
         ("import os\nos.environ['NONE']", "jobs_bad", r"jobs_bad\.py:2: KeyError: 'NONE'"),
         ("import json\njson.loads('{')", "jobs_bad", r"jobs_bad\.py:2: JSONDecodeError"),
         ("import click\nclick.Option([])", "jobs_bad", r"jobs_bad\.py:2: TypeError"),
+        ("import os\n\ndef f(:", "jobs_bad", r"imported: \S*/jobs_bad\.py:3: SyntaxError: invalid syntax$"),
         ("raise SystemExit(3)", "jobs_bad", "SystemExit: 3"),
         (
             "from flowforge import Workflow\na = Workflow('same')\nb = Workflow('same')",
