@@ -59,12 +59,13 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
         out.print("Starting PostgreSQL, scheduler and worker …")
 
     def show(dsn: str, run_id: int) -> None:
+        from flowforge.cli.changes import snapshots
         from flowforge.cli.watch import follow
 
         if as_json:
             return
         with database(dsn) as connection:
-            follow(connection, run_id, out=out)
+            follow(snapshots(connection, run_id), out=out)
         out.print()
 
     root = source or Path(sysconfig.get_path("stdlib"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flowforge.cli.changes import goes_on
 from flowforge.cli.common import (
     Integer,
     acting,
@@ -29,7 +30,7 @@ from flowforge.cli.common import (
     select,
     state_text,
 )
-from flowforge.cli.watch import follow, goes_on, telling_how_to_go_on
+from flowforge.cli.watch import follow, looks_at, telling_how_to_go_on
 from flowforge.errors import (
     FlowForgeError,
     MissingPrivilege,
@@ -104,8 +105,9 @@ def trigger(
     """Start a run of WORKFLOW and print its id.
 
     With --wait it prints the outputs of the last tasks instead, and ends with the run: exit code 0 when it
-    succeeded, 1 when it failed or was cancelled. The run goes on when the waiting ends before it, by Ctrl-C
-    or --timeout. The login needs flowforge_client, and for the picture flowforge_reader.
+    succeeded, 1 when it failed or was cancelled. A database that goes away is waited for. The run goes on
+    when the waiting ends before it, by Ctrl-C or --timeout. The login needs flowforge_client, and for the
+    picture flowforge_reader.
 
     \b
     Examples:
@@ -147,7 +149,7 @@ def trigger(
             if as_json:
                 print_json({"run_id": run_id, "workflow": workflow})
             if isinstance(error, FlowForgeError) and not isinstance(error, WaitTimeout | NotReadable):
-                click.echo(goes_on(run_id), err=True)
+                error.__notes__ = [goes_on(run_id)]
             raise
     _print_result(result, as_json)
     if not result.succeeded:
@@ -164,8 +166,8 @@ def _await(
     if not quiet:
         out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
         try:
-            with telling_how_to_go_on(run_id, timeout), database(database_url) as connection:
-                follow(connection, run_id, out=out, timeout=timeout)
+            with telling_how_to_go_on(run_id, timeout):
+                follow(looks_at(run_id, database_url, timeout, out=out), out=out)
         except MissingPrivilege:
             # A client may ask for the result of its run, and not see how it gets on.
             may_watch = False

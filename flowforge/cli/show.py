@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from flowforge.cli.changes import elements_done, is_expanded
 from flowforge.cli.common import (
     command,
     console,
@@ -36,6 +37,13 @@ _REPEATED = """
     join flowforge.task_run_status s on s.task_run_id = a.task_run_id
     where a.run_id = %s and s.run_id = %s and a.map_index is not null
         and not s.superseded and s.state <> 'failed' and a.fencing_token < s.fencing_token
+"""
+
+_ELEMENTS = """
+    select task, count(*) filter (where finished_at is not null) as done,
+        count(*) filter (where state = 'running') as running
+    from flowforge.task_run_status where run_id = %s and map_index is not null and not superseded
+    group by task
 """
 
 
@@ -87,6 +95,7 @@ def show(
             [run_id],
         )
         [repeated] = select(connection, _REPEATED, [run_id, run_id])
+        maps = {each["task"]: each for each in select(connection, _ELEMENTS, [run_id])}
     [run] = found
     if as_json:
         print_json({"run": run, "tasks": tasks, "attempts": attempts})
@@ -94,7 +103,7 @@ def show(
     _print_run(run)
     click.echo()
     columns = {"task": "task", "state": "state", "attempt": "attempt", "took": "duration", "worker": "worker"}
-    print_table(columns | {"note": "notes"}, [_task_row(each) for each in tasks])
+    print_table(columns | {"note": "notes"}, [_task_row(each, maps) for each in tasks])
     # Of what waits for a worker again, the last execution is an earlier one too, of the same token.
     shown = {
         each["task_run_id"]: (each["attempt"], each["fencing_token"] + (each["state"] == "ready"))
@@ -194,14 +203,19 @@ def _task_name(task: dict[str, Any]) -> str:
     return task["task"] if task["map_index"] is None else f"{task['task']}[{task['map_index']}]"
 
 
-def _task_row(task: dict[str, Any]) -> dict[str, object]:
+def _task_row(task: dict[str, Any], maps: dict[str, dict[str, Any]]) -> dict[str, object]:
     notes = []
-    if task["waits"]:
+    elements = maps.get(task["task"], {"done": 0, "running": 0})
+    if is_expanded(task):
+        notes.append(elements_done(elements["done"], task["map_count"], elements["running"]))
+    elif task["waits"]:
         at = task["lease_expires_at"] if task["state"] == "running" else task["available_at"]
         waits = local_waits(task["waits"], at)
         notes.append(f"waits: {waits}" if task["state"] in ("pending", "ready") else waits)
     if task["map_count"] is not None and task["state"] != "pending":
         notes.append(counted(task["map_count"], "element"))
+        if elements["running"]:  # of a run that is being cancelled
+            notes[-1] += f", {elements['running']} still running"
     if task["progress"] is not None and task["state"] == "running":
         notes.append(f"{task['progress']:.0%} {task['progress_message'] or ''}".strip())
     if task["reaps"] and task["state"] != "failed":  # else the error says it

@@ -6,9 +6,12 @@ import threading
 from datetime import timedelta
 from typing import Any
 
+from click.testing import Result
+from psycopg.conninfo import conninfo_to_dict
+
 from flowforge import Client, Workflow, exits
+from flowforge.cli.changes import Changes, change_line, snapshot, snapshots
 from flowforge.cli.common import duration
-from flowforge.cli.watch import Changes, change_line, snapshot, snapshots
 from flowforge.config import Config
 from tests.python.orders import ESCAPES, fails_at_first, glad, on_terminal, sad, work
 from tests.python.running import running
@@ -47,7 +50,7 @@ def test_watch_tells_the_progress_of_a_map(shell: Shell, db: Database) -> None:
         watching = threading.Thread(target=lambda: events.extend(shell.documents("watch", 1)))
         query = (
             "select from pg_stat_activity where datname = current_database() and state = 'idle' "
-            "and application_name = 'flowforge cli' and query like '%map_index is null%'"
+            "and application_name = 'flowforge cli' and query = 'COMMIT'"
         )
         watching.start()
         wait_until(lambda: connection.execute(query).rowcount > 0, "the first look")
@@ -157,6 +160,94 @@ def test_watch_begins_with_the_attempts_whose_successors_wait(db: Database) -> N
     lines = shell("watch", 1, "--timeout", "0", code=exits.EXIT_TIMEOUT).stdout.splitlines()
     assert len(lines) == 2
     assert re.fullmatch(r"solo: attempt 1 failed: no luck; again in .*(h|min).*", lines[1])
+
+
+def test_a_map_in_a_pipe_tells_what_runs(shell: Shell, db: Database, clock: Clock) -> None:
+    """From its expansion on, before anything is done; so does `show`, also while the run is cancelled."""
+    shell("trigger", "orders")
+    with db.connect() as connection:
+        changes, looks = Changes(), snapshots(connection, 1)
+
+        def told() -> list[str]:
+            return [change_line(each) for each in changes.since(next(looks))]
+
+        work(connection, "succeeded", "[1, 2, 3]")
+        connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        assert told()[1:] == ["fetch: succeeded after 0 ms", "price: 0 of 3 done"]
+        connection.execute("select flowforge.dispatch_ready()")
+        claim = "select flowforge.claim_next('{default}', 'w', gen_random_uuid(), '1 min', %s)"
+        for more, running in ((1, 1), (2, 3)):
+            connection.execute(claim, [more])
+            assert told() == [f"price: 0 of 3 done, {running} running"]
+            assert told() == []
+        assert re.search(
+            r"^price +pending .*  0 of 3 done, 3 running$", shell("show", 1).stdout, re.MULTILINE
+        )
+        shell("cancel", 1)
+        shown = shell("show", 1).stdout
+        assert re.search(r"^price +\w+ .*3 elements, 3 still running$", shown, re.MULTILINE), shown
+
+
+def test_changes_are_told_in_the_order_of_the_graph(db: Database) -> None:
+    """Those of one look, too: no failed attempt stands before the success that it needed."""
+    retry = {"max_attempts": 3, "delay": 0, "backoff": 1, "jitter": 0}
+    with Client(db.dsn) as client, db.connect() as connection:
+        tasks = [{"name": "a_last", "after": ["middle"], "retry": retry}]
+        tasks += [{"name": "middle", "map": "z_first", "retry": retry}, {"name": "z_first", "retry": retry}]
+        client.define({"name": "backwards", "tasks": tasks})
+        changes, looks = Changes(), snapshots(connection, client.trigger("backwards"))
+
+        def told() -> list[str]:
+            events = [each for each in changes.since(next(looks)) if each["event"] in ("task", "attempt")]
+            return [f"{each['task']} {each.get('outcome', each.get('state'))}" for each in events]
+
+        assert told() == []
+        for output in ("[1]", "1", None):
+            work(connection, "failed", "no luck")
+            if output is not None:
+                work(connection, "succeeded", output)
+                connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        lines = ["z_first failed", "z_first succeeded", "middle failed", "middle succeeded", "a_last failed"]
+        assert told() == lines
+
+
+def test_a_database_that_goes_away_is_waited_for(shell: Shell, db: Database) -> None:
+    """And when it comes back for others only, the error stands before what is left to do."""
+    shell("trigger", "orders")
+    dsn = db.create_login("flowforge_reader")
+    login = conninfo_to_dict(dsn)["user"]
+    ended: list[Result] = []
+    watching = threading.Thread(target=lambda: ended.append(Shell(dsn)("watch", 1, code=exits.EXIT_DATABASE)))
+    with db.connect() as connection:
+
+        def look(not_by: int) -> int:
+            query = (
+                "select coalesce(max(pid), 0) from pg_stat_activity "
+                "where usename = %s and pid <> %s and state = 'idle' and query = 'COMMIT'"
+            )
+            row = connection.execute(query, [login, not_by]).fetchone()
+            assert row is not None
+            return int(row[0])
+
+        watching.start()
+        wait_until(lambda: look(0) != 0, "the first look")
+        first = look(0)
+        connection.execute("select pg_terminate_backend(%s)", [first])
+        wait_until(lambda: look(first) != 0, "a look on another connection")
+        second = look(first)
+        connection.execute(f'alter role "{login}" nologin'.encode())
+        connection.execute("select pg_terminate_backend(%s)", [second])
+        watching.join()
+    [result] = ended
+    assert result.stdout == "run 1 of orders: pending\n"
+    assert re.fullmatch(
+        r"(Waiting for the database to come back: .*\nThe database is back\.\n)?"
+        r"Waiting for the database to come back: .*\n"
+        r"error: .*the login may not connect to this database.*\n"
+        r"Run 1 goes on: flowforge watch 1, or flowforge cancel 1\n",
+        result.stderr,
+    ), result.stderr
+    assert "is back" in result.stderr
 
 
 # -- terminals
