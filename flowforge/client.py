@@ -38,6 +38,10 @@ from flowforge.errors import (
     from_database,
 )
 
+A_CONNECTION_STRING = (
+    "a PostgreSQL connection string (URI or key=value), such as postgresql://user@host/database"
+)
+
 _FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.01, 1.5, 0.25
 _LONGEST_PAUSE = 5.0  # while the database is away
 _IDLE_BEFORE_CHECK = 1.0
@@ -115,7 +119,7 @@ class Client:
         if isinstance(dsn, str) and not (dsn := dsn.strip()):
             raise ConfigError("dsn is empty; leave it out for the one of FLOWFORGE_DATABASE_URL")
         if dsn is not None and not is_connection_string(dsn):
-            raise ConfigError("dsn is not a PostgreSQL connection string (URI or key=value)")
+            raise ConfigError(f"dsn is not {A_CONNECTION_STRING}")
         self._dsn = dsn or Config.from_environment().database_url
         if not self._dsn:
             raise ConfigError(

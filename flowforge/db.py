@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -32,7 +32,8 @@ from flowforge.errors import ConfigError, NotStorable, first_line, is_transient,
 _UNUSABLE = re.compile(
     r'invalid "?\w[\w ]*"? value\b|invalid (value for parameter|port number|SSL protocol version)|'
     r"weak sslmode|bad value for connect_timeout|require_auth method|could not parse network address|"
-    r"unrecognized configuration parameter|unsupported startup parameter"
+    r"unrecognized configuration parameter|unsupported startup parameter|"
+    r"(?P<service>(definition of service|service file) .* not found|in service file)"
 )
 
 # Whatever it has to say arrives as an exception.
@@ -100,9 +101,11 @@ def connect(
         )
     except psycopg.Error as exc:
         shown = _masked(str(exc), given)
-        if exc.sqlstate is None and _UNUSABLE.search(shown):
+        if exc.sqlstate is None and (unusable := _UNUSABLE.search(shown)):
+            hint = "; services are looked for in ~/.pg_service.conf, or where PGSERVICEFILE says"
             raise ConfigError(
-                f"the database's connection string cannot be used: {first_line(shown)}"
+                "the database's connection string cannot be used: "
+                f"{first_line(shown)}{hint if unusable['service'] else ''}"
             ) from None
         if shown != str(exc):
             raise type(exc)(shown) from None
@@ -144,7 +147,8 @@ def _parsed(dsn: str) -> dict[str, Any]:
         if _unmistakable(dsn, given):
             return given
     raise ConfigError(
-        "the database's connection string is not one of PostgreSQL (URI or key=value), or its host or port "
+        "the database's connection string is not one of PostgreSQL (URI or key=value), such as "
+        "postgresql://user@host/database, or its host or port "
         "cannot be one; in a URI, write in a user's name or password %40 for @, %3A for :, %2F for /, "
         "%3F for ?, %23 for #, %25 for %"
     )
@@ -167,13 +171,19 @@ def _unmistakable(dsn: str, given: Mapping[str, Any]) -> bool:
 
 def _masked(text: str, given: Mapping[str, Any]) -> str:
     """`text` without the passwords of a connection string. Messages quote whatever they were given, and only
-    there is looked: a password may be a word of the message too."""
-    secrets = [str(given[key]) for key in ("password", "sslpassword") if given.get(key)]
+    there is looked, at what can be a password: one that is a part of another word would be given away by the
+    hole in it."""
+    secrets = {str(given[key]) for key in ("password", "sslpassword") if given.get(key)}
+    named = {str(value) for key, value in given.items() if key not in ("password", "sslpassword")}
+    anywhere = "|".join(map(re.escape, sorted(secrets, key=len, reverse=True)))
 
     def mask(quoted: re.Match[str]) -> str:
-        return reduce(lambda shown, secret: shown.replace(secret, "***"), secrets, quoted[0])
+        mark, value = quoted[1], quoted[2]
+        if value in secrets and value not in named:
+            return f"{mark}***{mark}"
+        return re.sub(rf"(?:(?<=password=)|(?<=:)(?=(?:{anywhere})@))(?:{anywhere})", "***", quoted[0])
 
-    return re.sub(r"""(["'])(.*?)\1""", mask, text)
+    return re.sub(r"""(["'])(.*?)\1""", mask, text) if secrets else text
 
 
 def call(

@@ -109,14 +109,14 @@ def find_database(url: str | None) -> Config:
 
     Raises ConfigError, saying what to do, when there is none.
     """
-    from flowforge.client import is_connection_string
+    from flowforge.client import A_CONNECTION_STRING, is_connection_string
     from flowforge.config import Config, given
     from flowforge.embedded import running_dsn
 
     config = Config.from_environment().replace(database_url=url)
     if config.database_url and not is_connection_string(config.database_url):
         source = "--database-url" if url else given()["database_url"][1]
-        raise ConfigError(f"{source} is not a PostgreSQL connection string (URI or key=value)")
+        raise ConfigError(f"{source} is not {A_CONNECTION_STRING}")
     if not config.database_url:
         found = running_dsn()
         if found is None:
@@ -170,7 +170,9 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
 
     text = str(error)
     if isinstance(error, DatabaseError) and error.sqlstate == "42P01":  # no such table or view
-        return SchemaError(f"{text}: the schema is missing or too old; run `flowforge migrate`")
+        return SchemaError(f"{text}: the schema is missing or too old; run {_migrating()}")
+    if isinstance(error, SchemaError) and "`flowforge migrate`" in text:
+        return SchemaError(text.replace("`flowforge migrate`", _migrating()))
     if isinstance(error, DatabaseUnavailable):
         return DatabaseUnavailable(f"{text}: is PostgreSQL running at the given address?", error.sqlstate)
     if isinstance(error, MissingPrivilege) and role is not None:
@@ -182,6 +184,14 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
             error.sqlstate,
         )
     return error
+
+
+def _migrating() -> str:
+    """The command that migrates the database of the present one."""
+    context = click.get_current_context(silent=True)
+    told = command("migrate")
+    is_secret = context is not None and context.params.get("database_url") and "--database-url" not in told
+    return f"`{told}`{' with the same --database-url' if is_secret else ''}"
 
 
 def select(connection: db.Connection, query: str, params: Sequence[Any] = ()) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -161,7 +162,13 @@ def test_migrate_brings_up_a_new_database_and_can_be_repeated(db: Database) -> N
     with db.connect() as connection:
         connection.execute("drop schema flowforge cascade")
     shell = Shell(db.dsn)
-    assert "flowforge migrate" in shell("runs", code=exits.EXIT_SCHEMA).stderr
+    assert "run `flowforge migrate`\n" in shell("runs", code=exits.EXIT_SCHEMA).stderr
+    for command in (("runs",), ("trigger", "x")):
+        told = Shell("")(*command, "--database-url", db.dsn, code=exits.EXIT_SCHEMA).stderr
+        assert told.endswith(f"run `flowforge migrate --database-url {shlex.quote(db.dsn)}`\n")
+        secret = make_conninfo(db.dsn, password="secret")
+        told = Shell("")(*command, "--database-url", secret, code=exits.EXIT_SCHEMA).stderr
+        assert told.endswith("run `flowforge migrate` with the same --database-url\n")
     report = shell.document("migrate")
     assert report["applied"]
     assert report["functions"] > 40
@@ -202,12 +209,12 @@ def test_flag_wins_over_the_environment(db: Database) -> None:
 
 def test_connection_string_that_is_none_is_blamed_on_whoever_gave_it() -> None:
     """And not shown: a part of it may be a password."""
-    says = "is not a PostgreSQL connection string"
+    says = "is not a PostgreSQL connection string (URI or key=value), such as postgresql://user@host/database"
     for command in (["runs"], ["trigger", "x"], ["migrate"], ["scheduler"], ["up"]):
         told = Shell("host=nowhere")(*command, "--database-url", "secret", code=exits.EXIT_CONFIG).stderr
-        assert told == f"error: --database-url {says} (URI or key=value)\n"
+        assert told == f"error: --database-url {says}\n"
         told = Shell("secret")(*command, code=exits.EXIT_CONFIG).stderr
-        assert told == f"error: FLOWFORGE_DATABASE_URL {says} (URI or key=value)\n"
+        assert told == f"error: FLOWFORGE_DATABASE_URL {says}\n"
 
 
 def test_an_empty_option_is_no_wish_for_the_embedded_database() -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.types.json import Jsonb
 
@@ -121,7 +122,7 @@ def test_a_string_that_is_read_otherwise_than_meant_is_refused_with_how_to_escap
     "value",
     ["sslmode=bogus", "ssl_min_protocol_version=bogus", "connect_timeout=abc", "keepalives=abc",
      "port=99999999", "target_session_attrs=bogus", "require_auth=md5,!md5", "hostaddr=bogus",
-     "sslmode=require sslrootcert=system"],
+     "sslmode=require sslrootcert=system", "service=nosuch"],
 )  # fmt: skip
 def test_a_value_that_nothing_can_be_done_with_is_a_mistake_and_no_outage(value: str) -> None:
     """Else a daemon would wait for ever for a database."""
@@ -149,13 +150,17 @@ def test_what_a_connection_string_may_hold_is_not_refused(db: Database) -> None:
 
 def test_a_password_that_a_message_quotes_is_masked(db: Database) -> None:
     """And not where it is a word of the message, by which a refusal is known."""
-    dsn = db.server.dsn("no_S3CRET_database") + " password=S3CRET"
-    with pytest.raises(psycopg.OperationalError, match=r'"no_\*\*\*_database" does not exist') as caught:
+    dsn = make_conninfo(db.server.dsn(), dbname="no password=S3CRET x://u:S3CRET@", password="S3CRET")
+    masked = r'"no password=\*\*\* x://u:\*\*\*@" does not exist'
+    with pytest.raises(psycopg.OperationalError, match=masked) as caught:
         database.connect(dsn, application_name="test")
     assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
     assert database.refusal(caught.value) == "the database does not exist"
     with pytest.raises(psycopg.OperationalError, match=r"database .* does not exist"):
         database.connect(db.server.dsn("no_such") + " password=database", application_name="test")
+    for password in ("s", "no_such"):  # nor a part of a name, or one, which the hole would tell
+        with pytest.raises(psycopg.OperationalError, match='"no_such" does not exist'):
+            database.connect(f"{db.server.dsn('no_such')} password={password}", application_name="test")
 
 
 def test_a_call_is_read_committed_with_a_lock_timeout_of_its_own(
