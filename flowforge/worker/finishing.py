@@ -24,6 +24,7 @@ from flowforge.crash import crash_point
 from flowforge.db import is_transient
 from flowforge.errors import first_line
 from flowforge.worker.execution import Execution, Finish, Release, Report, StopReason, storable
+from flowforge.worker.failures import reason_of
 from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import CALL_LIMIT, Session, Unanswered, longer
 
@@ -237,11 +238,13 @@ class Finisher:
 
     def _release(self, each: _Ended, reason: str) -> None:
         claim = each.execution.claim
+        how = storable(reason_of(each.execution)) if reason == "crashed" else ""
+        told = f"{reason}: {how}" if how else reason
         timeout = _ALONE_LOCK_TIMEOUT if each.alone else None
         while True:
             try:
                 [(answer,)] = self._session.call(
-                    _RELEASE, [claim.task_run_id, claim.fencing_token, reason], lock_timeout=timeout
+                    _RELEASE, [claim.task_run_id, claim.fencing_token, told], lock_timeout=timeout
                 )
             except Unanswered:
                 if self._given_up.wait(self._session.pause()):

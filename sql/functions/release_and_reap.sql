@@ -126,10 +126,17 @@ declare
     v_unknown_since timestamptz;
     v_start_deadline timestamptz;
     v_state flowforge.task_run_state;
+    v_reason text := release_task_run.reason;
+    v_broke_off text := 'the execution broke off without an answer';
 begin
-    if (release_task_run.reason in ('unstarted', 'shutdown', 'crashed', 'unknown_handler')) is not true then
+    -- In one argument, since another would take the function from those who call it while it is replaced.
+    if starts_with(v_reason, 'crashed: ') then
+        v_broke_off := format('%s: %s', v_broke_off, flowforge._cut_error(substr(v_reason, length('crashed: ') + 1)));
+        v_reason := 'crashed';
+    end if;
+    if (v_reason in ('unstarted', 'shutdown', 'crashed', 'unknown_handler')) is not true then
         raise exception using errcode = 'WF001', message = format('release: reason %s is not allowed', flowforge._quoted(release_task_run.reason)),
-            hint = 'Allowed are unstarted, shutdown, crashed and unknown_handler.';
+            hint = 'Allowed are unstarted, shutdown, crashed (or crashed: and how) and unknown_handler.';
     end if;
     if release_task_run.task_run_id is null or release_task_run.fencing_token is null then
         raise exception using errcode = 'WF001', message = 'release: task_run_id and fencing_token must not be null';
@@ -142,9 +149,9 @@ begin
     end if;
     v_now := flowforge._clock();
 
-    if release_task_run.reason = 'crashed' then
-        perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', 'the execution broke off without an answer', true, null, v_now);
-    elsif release_task_run.reason = 'unknown_handler' then
+    if v_reason = 'crashed' then
+        perform flowforge._give_back(array[release_task_run.task_run_id], 'crashed', v_broke_off, true, null, v_now);
+    elsif v_reason = 'unknown_handler' then
         -- A rolling deploy may bring the handler soon: ask again with a growing delay, for 15 minutes from the first
         -- time. Any other way of giving back comes from a worker that knew it, and ends that time.
         v_unknown_since := coalesce(v_unknown_since, v_now);
@@ -164,10 +171,10 @@ begin
     else
         -- What had begun leaves a trace, or a second execution would come unexplained.
         perform flowforge._give_back(array[release_task_run.task_run_id],
-            case when release_task_run.reason = 'shutdown' then 'released' end, 'given back by a worker that was told to stop',
+            case when v_reason = 'shutdown' then 'released' end, 'given back by a worker that was told to stop',
             false, array[interval '0'], v_now);
     end if;
-    if release_task_run.reason in ('unstarted', 'unknown_handler') then
+    if v_reason in ('unstarted', 'unknown_handler') then
         -- Nobody has begun it: the time that it may wait for its start goes on.
         update flowforge.task_run tr set start_deadline = v_start_deadline
         where tr.task_run_id = release_task_run.task_run_id and tr.state = 'ready';
@@ -181,7 +188,7 @@ begin
 end
 $$;
 comment on function flowforge.release_task_run(bigint, bigint, text) is
-    'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (it had begun, and is recorded; neither is counted), crashed (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
+    'Gives a claimed task run back for the same attempt under the same dispatch id. reason: unstarted, shutdown (it had begun, and is recorded; neither is counted), crashed, or crashed: and how, which the error then tells (counts like a reap; beyond max_reaps it fails) or unknown_handler (again after 1 to 60 s; fails after 15 minutes). Answers released, failed, cancelled (in a cancelled run) or fenced. Raises WF001.';
 
 -- Of the release before, with other columns.
 drop function if exists flowforge._tick_reaper();
@@ -298,7 +305,7 @@ begin
 
     if v_timed_out <> '{}' then
         perform flowforge._end_attempt(v_timed_out, array_fill('timed_out'::text, array[cardinality(v_timed_out)]),
-            (select array_agg(format('time limit of %s s exceeded, and no answer from its worker, which did not stop it or is lost',
+            (select array_agg(format('time limit of %s s exceeded, and no answer from its worker by then',
                                      extract(epoch from tr.deadline - tr.started_at)::double precision)
                               order by tr.task_run_id)
              from flowforge.task_run tr where tr.task_run_id = any (v_timed_out)),

@@ -59,7 +59,8 @@ def test_a_task_that_always_crashes_fails_with_a_reason(scene: Scene) -> None:
     with scene.worker(flows.dies):
         task = scene.run(flows.dies)
     assert (task["state"], len(scene.pids())) == ("failed", 2)
-    assert task["error"].endswith("given up after 2 executions without an answer")
+    how = "the execution broke off without an answer: the handler's process died: exit code 3"
+    assert task["error"] == f"{how}; given up after 2 executions without an answer"
 
 
 # -- what is no business of a handler
