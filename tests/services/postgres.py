@@ -88,6 +88,8 @@ class PostgresServer:
     dbname = "postgres"
     maintenance_dbname = "postgres"
     template_dbname: str | None = None
+    initdb: tuple[str, ...] = ()
+    """More arguments for initdb."""
 
     def __init__(
         self, programs: Path, library_path: str = "", settings: dict[str, str] | None = None
@@ -141,12 +143,17 @@ class PostgresServer:
         if self.account:
             for path in (self.directory, passwords):
                 os.chown(path, self.account.pw_uid, self.account.pw_gid)
+        self._run(
+            *("initdb", "--pgdata", str(self.data), "--username", self.user, "--no-sync"),
+            *("--encoding", "UTF8", "--locale", "C", "--auth-local", "trust"),
+            *("--auth-host", "scram-sha-256", "--pwfile", str(passwords), *self.initdb),
+        )
+        passwords.unlink()
+
+    def _run(self, program: str, *arguments: str) -> None:
+        """Run one of the programs as the server's user."""
         subprocess.run(
-            [
-                *(self.programs / "initdb", "--pgdata", self.data, "--username", self.user, "--no-sync"),
-                *("--encoding", "UTF8", "--locale", "C", "--auth-local", "trust"),
-                *("--auth-host", "scram-sha-256", "--pwfile", passwords),
-            ],
+            [self.programs / program, *arguments],
             check=True,
             cwd="/",
             env=self.environment,
@@ -156,7 +163,6 @@ class PostgresServer:
             group=self.account.pw_gid if self.account else None,
             extra_groups=[] if self.account else None,
         )
-        passwords.unlink()
 
     def configure(self, settings: dict[str, str]) -> None:
         """Append settings to the configuration; they hold from the next start (or reload) on."""
@@ -169,6 +175,18 @@ class PostgresServer:
 
         To be called from the main thread: the server ends with the thread that started it.
         """
+        process = self.launch()
+        try:
+            wait_until(self._answers_or_ended, "PostgreSQL's start")
+            ended = process.poll() is not None
+        except TimeoutError:
+            self.kill()
+            ended = True
+        if ended:
+            raise RuntimeError(f"PostgreSQL did not start; the end of its log:\n{self.log()[-2000:]}")
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """As `start`, without waiting for anything."""
         self.process = start_child(
             [str(self.programs / "postgres"), "-D", str(self.data)],
             log=self.log_file,
@@ -177,14 +195,7 @@ class PostgresServer:
             uid=self.account.pw_uid if self.account else None,
             gid=self.account.pw_gid if self.account else None,
         )
-        try:
-            wait_until(self._answers_or_ended, "PostgreSQL's start")
-            ended = self.process.poll() is not None
-        except TimeoutError:
-            self.kill()
-            ended = True
-        if ended:
-            raise RuntimeError(f"PostgreSQL did not start; the end of its log:\n{self.log()[-2000:]}")
+        return self.process
 
     def _answers_or_ended(self) -> bool:
         assert self.process is not None
@@ -198,6 +209,10 @@ class PostgresServer:
 
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    def answers(self) -> bool:
+        """Whether it runs and accepts connections."""
+        return self.is_running() and self._answers_or_ended() and self.is_running()
 
     def stop(self) -> None:
         """Stop in order: sessions are ended, a checkpoint is written."""

@@ -148,11 +148,7 @@ class RabbitServer(Broker):
 
         To be called from the main thread: the broker ends with the thread that started it.
         """
-        if self._epmd is None or self._epmd.poll() is not None:
-            # Started here, or the broker would start one that stays for ever.
-            self._epmd = self._child([str(self._epmd_program), "-port", str(self._epmd_port)])
-            wait_until(lambda: accepts_connections(self._epmd_port), "epmd's start")
-        self.process = process = self._child([str(self._programs / "rabbitmq-server")])
+        process = self.launch()
         try:
             wait_until(
                 lambda: process.poll() is not None or accepts_connections(self.port), "RabbitMQ's start", 120
@@ -163,6 +159,15 @@ class RabbitServer(Broker):
             ended = True
         if ended:
             raise RuntimeError(f"RabbitMQ did not start; the end of its output:\n{self.log()[-4000:]}")
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """As `start`, without waiting for the broker."""
+        if self._epmd is None or self._epmd.poll() is not None:
+            # Started here, or the broker would start one that stays for ever.
+            self._epmd = self._child([str(self._epmd_program), "-port", str(self._epmd_port)])
+            wait_until(lambda: accepts_connections(self._epmd_port), "epmd's start")
+        self.process = self._child([str(self._programs / "rabbitmq-server")])
+        return self.process
 
     def _child(self, command: list[str]) -> subprocess.Popen[bytes]:
         return start_child(command, log=self._output, env=self._env, death_signal=signal.SIGKILL)
