@@ -16,7 +16,7 @@ from typing import Any, Self
 from flowforge import Workflow
 from tests.python import scenario_flows
 from tests.python.amqp_proxy import AmqpProxy
-from tests.services.database import Database
+from tests.services.database import NOTES, Database
 from tests.services.process import wait_until
 from tests.services.rabbitmq import Broker
 
@@ -88,45 +88,7 @@ class Cluster:
         self._witness.touch()
         self.processes: list[Process] = []
         self._connection = db.connect()
-        # What happens, noted where it happens: the sweep deletes orders, and a retry resets task runs.
-        self._connection.execute(
-            """
-            create table public.marked (
-                outbox_id bigint, dispatch_id uuid, fetched_at timestamptz default transaction_timestamp(),
-                at timestamptz default clock_timestamp());
-            create table public.handed_out (
-                id bigint generated always as identity, task_run_id bigint, attempt bigint, token bigint);
-            create table public.accepted (task_run_id bigint, attempt bigint, answer text);
-
-            create function public.note_mark() returns trigger language plpgsql security definer as
-                'begin insert into public.marked values (new.outbox_id, new.dispatch_id); return new; end';
-            create trigger note_mark after update of published_at on flowforge.outbox
-                for each row when (new.published_at is not null) execute function public.note_mark();
-
-            create function public.note_task_run() returns trigger language plpgsql security definer as $$
-            begin
-                if new.fencing_token <> old.fencing_token then
-                    insert into public.handed_out (task_run_id, attempt, token)
-                    values (new.task_run_id, new.attempt, new.fencing_token);
-                end if;
-                if new.state = 'succeeded' and old.state <> 'succeeded' and new.fencing_token > 0 then
-                    insert into public.accepted values (new.task_run_id, new.attempt, new.output::text);
-                end if;
-                return new;
-            end $$;
-            create trigger note_task_run after update on flowforge.task_run
-                for each row execute function public.note_task_run();
-
-            create function public.note_attempt() returns trigger language plpgsql security definer as $$
-            begin
-                insert into public.accepted values (new.task_run_id, new.attempt, new.error);
-                return new;
-            end $$;
-            create trigger note_attempt after insert on flowforge.attempt
-                for each row when (new.answered and new.outcome <> 'succeeded')
-                execute function public.note_attempt();
-            """
-        )
+        self._connection.execute(NOTES.read_bytes())
         for workflow in vars(scenario_flows).values():
             if isinstance(workflow, Workflow):
                 self.value("select version from flowforge.define_workflow(%s)", json.dumps(workflow.spec()))

@@ -12,6 +12,7 @@ from flowforge.migrate import migrate
 from tests.services.postgres import Connection, PostgresServer
 
 TRANSITIONS = Path(__file__).with_name("transitions.sql")
+NOTES = Path(__file__).with_name("notes.sql")
 
 
 class Database:
