@@ -119,7 +119,8 @@ class _Loop:
         self.daemon, self.config, self.stop, self.health = daemon, config, stop, health
         self.log = log.of(daemon.name)
         self.waker = Waker()
-        self.backoff = db.Backoff()
+        # Apart: a database that is lost once the broker has been away for long is asked again at once.
+        self.backoff, self.broker_backoff = db.Backoff(), db.Backoff()
         self.conn: db.Connection | None = None
         self.cutoff: db.Cutoff | None = None
         self.listener: Listener | None = None
@@ -185,7 +186,7 @@ class _Loop:
                     self.log.warning("waiting for the broker", state=state, error=str(exc))
                 self.health.report(state, str(exc))
                 # Notifications of more work must not turn this into a hot loop.
-                self._wait(min(self.backoff.next(), self.config.poll_interval), wakeable=False)
+                self._wait(min(self.broker_backoff.next(), self.config.poll_interval), wakeable=False)
             except psycopg.Error as exc:
                 if self.stop.immediate:
                     return
@@ -229,6 +230,7 @@ class _Loop:
         if self.health.state in ("no broker", "blocked"):
             self.log.info("the broker is back")
         self.backoff.reset()
+        self.broker_backoff.reset()
         self.health.ticked(self.daemon.trouble())
 
     def _lost(self, exc: FlowForgeError, *, passing: bool) -> None:

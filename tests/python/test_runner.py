@@ -466,6 +466,24 @@ def test_a_broker_that_is_away_or_blocked_is_shown_and_asked_again_without_spinn
         wait_until(lambda: running.health.state == "ok", "the broker")
 
 
+def test_a_database_lost_after_a_long_outage_of_the_broker_is_asked_again_at_once(
+    config: Config, written: Callable[[], list[dict[str, object]]]
+) -> None:
+    """What was waited for the one does not count for the other."""
+
+    def away(_: database.Connection) -> int:
+        raise BrokerUnavailable("away")
+
+    def lost(_: database.Connection) -> int:
+        raise psycopg.OperationalError("lost")
+
+    probe = Probe(*[away] * 12, lost)
+    with Running(probe, config.replace(poll_interval=0.01)):
+        wait_until(lambda: probe.connections == 2, "the next connection")
+    [told] = [entry for entry in written() if entry["event"] == "no database; trying again"]
+    assert float(str(told["seconds"])) <= 0.1, "the first delay"
+
+
 def test_a_misconfigured_broker_ends_the_daemon(
     config: Config, written: Callable[[], list[dict[str, object]]]
 ) -> None:
