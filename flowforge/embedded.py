@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -127,11 +128,17 @@ class EmbeddedPostgres:
     @contextlib.contextmanager
     def temporary(cls) -> Iterator[Self]:
         """A running server whose directory is removed when the context ends."""
-        with tempfile.TemporaryDirectory(prefix="flowforge-") as directory:
+        directory = tempfile.TemporaryDirectory(prefix="flowforge-")
+        server = cls(Path(directory.name), durable=False)
+        try:
             if os.geteuid() == 0:
-                Path(directory).chmod(0o711)  # the server's user must pass through it
-            with cls(Path(directory), durable=False) as server:
-                yield server
+                Path(directory.name).chmod(0o711)  # the server's user must pass through it
+            server.start()
+            yield server
+        finally:
+            with stopping.held_back():  # whoever loses patience would leave all of it
+                server.stop()
+                directory.cleanup()
 
     def __enter__(self) -> Self:
         self.start()
@@ -166,6 +173,7 @@ class EmbeddedPostgres:
         self._make_directory(owner)
         self._lock = lock = self._take_lock()
         try:
+            self._check_port()
             self._sockets = self._make_socket_directory(owner)
             self._initialise(binaries, owner)
             self._check_version(binaries, owner)
@@ -260,6 +268,18 @@ class EmbeddedPostgres:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
+
+    def _check_port(self) -> None:
+        """PostgreSQL tells of it in five lines of its log."""
+        if self._port is None:
+            return
+        try:
+            socket.create_server(("127.0.0.1", self._port)).close()
+        except OSError as error:
+            raise EmbeddedPostgresError(
+                f"port {self._port} of 127.0.0.1 cannot be had ({os.strerror(error.errno or 0)}): "
+                "choose another --port"
+            ) from None
 
     def _make_socket_directory(self, owner: Owner | None) -> Path:
         directory = self.directory / "run"

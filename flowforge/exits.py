@@ -21,8 +21,9 @@ EXIT_PIPE = 141
 EXITS = {
     EXIT_OK: "done; of a run that was waited for: it succeeded",
     EXIT_FAILED: "the run failed or was cancelled, there is nothing to list or a problem, or the unforeseen",
-    EXIT_USAGE: "wrong use: an unknown option, workflow, run or queue, or a request not allowed as it is",
-    EXIT_CONFIG: "a setting is missing or wrong",
+    EXIT_USAGE: "wrong use: an unknown option, workflow, run or queue, a module or file that will not do, "
+    "or a request not allowed as it is",
+    EXIT_CONFIG: "a setting is missing or wrong, such as the connection string, also that of --database-url",
     EXIT_DATABASE: "the database cannot be reached, started, or refuses",
     EXIT_SCHEMA: "the schema is missing or too old: flowforge migrate",
     EXIT_PRIVILEGE: "the database login lacks a privilege",

@@ -34,7 +34,7 @@ class Health:
         try:
             self._write()
         except OSError as exc:
-            raise ConfigError(f"FLOWFORGE_HEALTH_FILE: cannot write {path}: {exc.strerror}") from None
+            raise ConfigError(f"the health file {path} cannot be written: {exc.strerror}") from None
 
     @property
     def state(self) -> str:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import psycopg
 
 from flowforge import __version__, db, log, threads
-from flowforge.config import Config
+from flowforge.config import Config, called
 from flowforge.errors import ConfigError, first_line
+from flowforge.extras import installing
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -71,8 +72,8 @@ def serving(config: Config, collect: Callable[[], Iterable[Metric]]) -> Generato
         from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily
     except ImportError:
         raise ConfigError(
-            "FLOWFORGE_METRICS_PORT is set, and what serves metrics is not installed: "
-            "pip install 'flowforge[metrics]'"
+            f"{called('metrics_port')} is set, and what serves metrics is not installed: "
+            f"{installing('metrics')}"
         ) from None
 
     def families() -> Iterator[Family]:
@@ -99,7 +100,7 @@ def serving(config: Config, collect: Callable[[], Iterable[Metric]]) -> Generato
         )
     except OSError as error:
         raise ConfigError(
-            f"FLOWFORGE_METRICS_PORT: cannot listen on {config.metrics_host} port {config.metrics_port}: "
+            f"{called('metrics_port')}: cannot listen on {config.metrics_host} port {config.metrics_port}: "
             f"{error.strerror or error}"
         ) from None
     with server:

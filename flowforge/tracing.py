@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flowforge import __version__, log
-from flowforge.config import Config
+from flowforge.config import Config, called
 from flowforge.errors import ConfigError, first_line
+from flowforge.extras import installing
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -55,7 +56,7 @@ def spans(config: Config) -> Spans:
         from opentelemetry import trace
     except ImportError:
         raise ConfigError(
-            "FLOWFORGE_TRACING is on, and OpenTelemetry is not installed: pip install 'flowforge[otel]'"
+            f"{called('tracing')} is on, and OpenTelemetry is not installed: {installing('otel')}"
         ) from None
     # Of the SDK that a module of handlers may set up later, too.
     return partial(_Span, trace.get_tracer("flowforge", __version__))

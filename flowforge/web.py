@@ -23,6 +23,7 @@ from flowforge import db, log, threads
 from flowforge.config import Config
 from flowforge.errors import ConfigError, FlowForgeError, first_line
 from flowforge.exits import EXIT_INTERRUPTED, EXIT_OK
+from flowforge.extras import installing
 from flowforge.log import visible
 from flowforge.stopping import Stop, signals
 
@@ -68,7 +69,7 @@ def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) ->
 
         app = application(config, host)
     except ImportError:
-        raise ConfigError("what serves pages is not installed: pip install 'flowforge[web]'") from None
+        raise ConfigError(f"what serves pages is not installed: {installing('web')}") from None
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pika
 
-from flowforge.config import Config
+from flowforge.config import Config, called
 from flowforge.errors import BrokerMisconfigured, ConfigError
 
 _TIMEOUT = 10  # seconds for the socket, and again for all of the handshakes
@@ -41,7 +41,7 @@ class Addresses:
             try:
                 password = Path(config.amqp_password_file).read_text(encoding="utf-8").rstrip("\r\n")
             except (OSError, UnicodeDecodeError) as error:
-                raise _unreadable("FLOWFORGE_AMQP_PASSWORD_FILE", config.amqp_password_file, error) from None
+                raise _unreadable(called("amqp_password_file"), config.amqp_password_file, error) from None
             login = parameters.credentials.username
             parameters.credentials = pika.PlainCredentials(login, password)
         if parameters.ssl_options is not None:
@@ -58,8 +58,8 @@ def _parameters(config: Config, index: int) -> pika.URLParameters:
     except (ValueError, TypeError) as error:
         # Nothing of it is shown: where its password is cannot be told.
         raise ConfigError(
-            f"URL {index + 1} of FLOWFORGE_AMQP_URL cannot be read ({type(error).__name__}); in a password "
-            "/ ? # @ : and , are written %2F %3F %23 %40 %3A and %2C"
+            f"URL {index + 1} of {called('amqp_urls')} cannot be read ({type(error).__name__}); in a "
+            "password / ? # @ : and , are written %2F %3F %23 %40 %3A and %2C"
         ) from None
     parameters.heartbeat = config.amqp_heartbeat
     parameters.connection_attempts = 1
@@ -72,12 +72,12 @@ def _tls(config: Config) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=config.amqp_ca_file or None)
     except (OSError, ssl.SSLError) as error:
-        raise _unreadable("FLOWFORGE_AMQP_CA_FILE", config.amqp_ca_file, error) from None
+        raise _unreadable(called("amqp_ca_file"), config.amqp_ca_file, error) from None
     if config.amqp_cert_file:
         try:
             context.load_cert_chain(config.amqp_cert_file, config.amqp_key_file or None)
         except (OSError, ssl.SSLError) as error:
-            names = "FLOWFORGE_AMQP_CERT_FILE or FLOWFORGE_AMQP_KEY_FILE"
+            names = f"{called('amqp_cert_file')} or {called('amqp_key_file')}"
             paths = ", ".join(filter(None, [config.amqp_cert_file, config.amqp_key_file]))
             raise _unreadable(names, paths, error) from None
     return context

@@ -15,8 +15,9 @@ from typing import Any
 import click
 
 from flowforge import __version__, stopping
+from flowforge.cli.common import WrongArgument
 from flowforge.errors import FlowForgeError
-from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXITS, exit_code
+from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, EXITS, exit_code
 from flowforge.log import visible
 
 # Where each command is, in the order of the help.
@@ -81,7 +82,7 @@ class _Commands(click.Group):
         except FlowForgeError as error:
             click.secho("error: ", err=True, fg="red", nl=False)
             click.echo(visible("\n".join([str(error), *getattr(error, "__notes__", ())])), err=True)
-            ctx.exit(exit_code(error))
+            ctx.exit(EXIT_USAGE if isinstance(error, WrongArgument) else exit_code(error))
         except OSError as error:
             if error.errno == errno.EPIPE:
                 _forget_output()

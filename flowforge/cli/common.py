@@ -19,6 +19,7 @@ from flowforge.errors import (
     DatabaseUnavailable,
     FlowForgeError,
     MissingPrivilege,
+    NotFound,
     SchemaError,
     from_database,
     refusal,
@@ -56,19 +57,29 @@ json_option = click.option(
 )
 
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
 def seconds(text: str) -> float:
     """The type of an option that is a length of time: 90, 1.5s, 10m, 2h, 1d."""
-    unit = _UNITS.get(text[-1:])
+    from flowforge.config import length_of_time
+
     try:
-        number = float(text[:-1] if unit else text) * (unit or 1)
+        return length_of_time(text)
     except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise click.BadParameter(f"{text!r} is not a length of time such as 90, 1.5s, 10m, 2h or 1d")
-    return number
+        raise click.BadParameter(
+            f"{text!r} is not a length of time such as 90, 1.5s, 10m, 2h or 1d"
+        ) from None
+
+
+class WrongArgument(ConfigError):
+    """What the arguments name, a module or a file, will not do. It is no setting, and ends as wrong use."""
+
+
+@contextmanager
+def named_by_arguments() -> Iterator[None]:
+    """What is wrong within the block is so with what the arguments name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise WrongArgument(str(error)) from error.__cause__
 
 
 class Integer(click.IntRange):
@@ -120,11 +131,23 @@ def find_database(url: str | None) -> Config:
     if not config.database_url:
         found = running_dsn()
         if found is None:
+            hints = "".join(f"; {line}" for line in misnamed_settings())
             raise ConfigError(
                 "no database: set FLOWFORGE_DATABASE_URL, give --database-url, or start `flowforge up`"
+                f"{hints}"
             )
         config = config.replace(database_url=found)
     return config
+
+
+def misnamed_settings() -> list[str]:
+    """What to say of variables that are no settings."""
+    from flowforge.config import unknown_variables
+
+    return [
+        f"there is no setting {name}{f', did you mean {near}?' if near else ''}"
+        for name, near in unknown_variables().items()
+    ]
 
 
 @contextmanager
@@ -175,6 +198,10 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
         return SchemaError(text.replace("`flowforge migrate`", _migrating()))
     if isinstance(error, DatabaseUnavailable):
         return DatabaseUnavailable(f"{text}: is PostgreSQL running at the given address?", error.sqlstate)
+    # Without the database's own hint, which is for SQL.
+    bare = re.sub(r" \([A-Z][^()]*\.\)$", "", text)
+    if isinstance(error, NotFound) and (where := _listed_by(bare)):
+        return NotFound(f"{bare}; see which there are: {command(where)}")
     if isinstance(error, MissingPrivilege) and role is not None:
         return MissingPrivilege(f"{text}; remedy: grant {role} to this login")
     cause = error.__cause__
@@ -184,6 +211,15 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
             error.sqlstate,
         )
     return error
+
+
+def _listed_by(text: str) -> str | None:
+    """The command that lists what there is in place of what an error of the database has not found."""
+    if found := re.search(r"^there is no task .* in run (\d+)$|^run (\d+) has no task ", text):
+        return f"show {found[1] or found[2]}"
+    if found := re.search(r"^there is no (run|queue|workflow) (\d+|'[^']*'|\"[^\"]*\")$", text):
+        return f"{found[1]}s"
+    return "workflows" if re.search(r"^workflow .* has no version \d+$", text) else None
 
 
 def _migrating() -> str:

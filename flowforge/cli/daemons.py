@@ -18,13 +18,15 @@ from flowforge.cli.common import (
     database_option,
     find_database,
     json_option,
+    misnamed_settings,
+    named_by_arguments,
     print_json,
     say,
     seconds,
 )
 from flowforge.cli.registration import warn_of_unregistered
 from flowforge.cli.telling import tell
-from flowforge.config import Config, given, variable, without_password
+from flowforge.config import Config, call_by_option, given, variable, without_password
 from flowforge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -170,8 +172,10 @@ def _configured(database_url: str | None, flags: dict[str, Any]) -> Config:
 
 def _replaced(config: Config, flags: dict[str, Any]) -> Config:
     """The configuration with the options that were given, each blamed by its own name."""
-    for option in click.get_current_context().command.params:
+    context = click.get_current_context()
+    for option in context.command.params:
         if option.name in flags and (value := flags[option.name]) not in (None, ()):
+            context.call_on_close(call_by_option(option.name, option.opts[-1]))
             try:
                 config = config.replace(**{option.name: value})
             except ConfigError as error:
@@ -197,7 +201,8 @@ def _loaded(modules: tuple[str, ...], config: Config) -> list[Workflow]:
     from flowforge import log
     from flowforge.loading import load_workflows
 
-    workflows = load_workflows(modules)
+    with named_by_arguments():
+        workflows = load_workflows(modules)
     log.configure_others(config.log_format, config.log_level, modules)
     return workflows
 
@@ -206,6 +211,8 @@ def _logging(config: Config) -> Config:
     from flowforge import log
 
     log.configure(config.log_format, config.log_level)
+    for line in misnamed_settings():
+        log.of("settings").warning(line)
     return config
 
 
@@ -328,7 +335,7 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
 @database_option
 @click.option(
     "--data-dir",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path, resolve_path=True),
     help="Where the embedded PostgreSQL keeps its data. Default: ~/.local/share/flowforge/postgres; "
     "for root /var/lib/flowforge/postgres.",
 )
@@ -380,13 +387,22 @@ def up(
     workflows = _loaded(modules, config)
     config = _serving(config, flags["queues"], workflows)
     left: list[bool] = []
+    served: list[bool] = []
+    announce = _ready(as_json)
+
+    def ready(what: Up) -> None:
+        served.append(True)
+        announce(what)
+
+    if server is not None and not as_json:
+        tell(say, "Starting PostgreSQL …")
     with acting():
         code = everything.run(
-            config, workflows, sources=modules, server=server, ready=_ready(as_json),
+            config, workflows, sources=modules, server=server, ready=ready,
             abandoned=lambda: left.append(True),
         )  # fmt: skip
     if not code and not as_json:
-        tell(say, "Stopped.")
+        tell(say, "Stopped." if served else "Stopped before it was ready.")
     if left:
         stopping.end_now(code)
     ctx.exit(code)

@@ -21,7 +21,7 @@ _PAGE = "flowforge-census.html"
     "--output",
     type=click.Path(path_type=Path),
     default=Path(),
-    help="Directory for the page. Default: the present one.",
+    help="Directory for the page, made if it is missing. Default: the present one.",
 )
 @click.option(
     "--source",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
@@ -52,10 +53,17 @@ def doctor(ctx: click.Context, role: str | None, database_url: str | None, as_js
       flowforge doctor --json | jq 'select(.status == "problem")'
     """
     counts: Counter[Status] = Counter()
-    for finding in _findings(database_url, role):
-        counts[finding.status] += 1
+    # What is skipped for the same reason stands in one line.
+    for _, alike in groupby(
+        _findings(database_url, role),
+        lambda each: each.detail if each.status == "skipped" and not as_json else each.check,
+    ):
+        finding, *others = alike
+        counts[finding.status] += 1 + len(others)
         if as_json:
             print_json(dataclasses.asdict(finding))
+        elif others:
+            _print(dataclasses.replace(finding, detail=f"{finding.detail}; so are {len(others)} more checks"))
         else:
             _print(finding)
     if not as_json:

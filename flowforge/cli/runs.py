@@ -137,7 +137,8 @@ def trigger(
                 if "no version" in str(error):
                     raise
                 raise NotFound(
-                    f"there is no workflow {workflow!r}; register it: {command('define MODULE')}"
+                    f"there is no workflow {workflow!r}; see which there are: {command('workflows')}; "
+                    f"register it: {command('define MODULE')}"
                 ) from error
         if not wait:
             print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
@@ -310,13 +311,16 @@ def cancel(
 
     with acting("flowforge_client"), Client(find_database(database_url).database_url) as client:
         changed = client.cancel(run_id, reason=reason)
+        state = client.result(run_id).state
     if as_json:
         print_json({"run_id": run_id, "changed": changed})
     else:
         click.echo(
             f"Run {run_id} is being cancelled."
             if changed
-            else f"Run {run_id} was not changed: it has ended, or is being cancelled already."
+            else f"Run {run_id} was not changed: it is being cancelled already."
+            if state == "running"
+            else f"Run {run_id} was not changed: it has ended ({state})."
         )
     if not changed:
         ctx.exit(EXIT_FAILED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from flowforge.cli.common import json_option, print_json, print_table
+from flowforge.cli.common import json_option, misnamed_settings, print_json, print_table, say
 from flowforge.config import Config, given, key, variable, without_password
 
 
@@ -18,8 +18,8 @@ def config(as_json: bool) -> None:
 
     From the environment, else from the TOML file of --config or FLOWFORGE_CONFIG, else the default; options
     of a command go before all of them. Without a database, it is that of a running `up`. Passwords are not
-    shown. A bad value is an error, as it is for each
-    command.
+    shown. A bad value is an error, as it is for each command; a variable FLOWFORGE_* that is no setting is
+    warned of.
 
     \b
     Examples:
@@ -33,6 +33,8 @@ def config(as_json: bool) -> None:
     if not holds.database_url and (found := running_dsn()):  # as all other commands do
         holds = holds.replace(database_url=found)
         sources["database_url"] = found, "flowforge up"
+    for line in misnamed_settings():
+        say(f"warning: {line}", err=True)
     rows = []
     for each in dataclasses.fields(Config):
         value = _shown(each, getattr(holds, each.name))

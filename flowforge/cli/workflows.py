@@ -17,6 +17,7 @@ from flowforge.cli.common import (
     find_database,
     json_option,
     local_time,
+    named_by_arguments,
     parse_json,
     print_json,
     print_table,
@@ -52,9 +53,10 @@ def define(sources: tuple[str, ...], database_url: str | None, as_json: bool) ->
     from flowforge.client import Client
 
     files = [source for source in sources if source == "-" or source.endswith(".json")]
-    found = load_workflows(source for source in sources if source not in files)
-    definitions: list[tuple[str, Any]] = [(f"workflow {each.name!r}", each) for each in found]
-    definitions += [_read(each) for each in files]
+    with named_by_arguments():
+        found = load_workflows(source for source in sources if source not in files)
+        definitions: list[tuple[str, Any]] = [(f"workflow {each.name!r}", each) for each in found]
+        definitions += [_read(each) for each in files]
     with acting("flowforge_client"), Client(find_database(database_url).database_url) as client:
         try:
             registered = client.define_all([definition for _, definition in definitions])

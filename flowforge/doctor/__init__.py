@@ -5,12 +5,11 @@ Each check answers one finding; one that cannot be made says why."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flowforge.config import Config, key, variable, without_password
+from flowforge.config import Config, key, unknown_variables, without_password
 from flowforge.doctor import database, delivery, work
 from flowforge.doctor.database import GROUPS
 from flowforge.doctor.setup import Setup, Status, some
@@ -18,9 +17,6 @@ from flowforge.doctor.setup import Setup, Status, some
 __all__ = ["CHECKS", "GROUPS", "Finding", "Status", "examine", "settings"]
 
 CHECKS = (*database.CHECKS, *work.CHECKS, *delivery.CHECKS)
-
-# Variables that are read elsewhere, or by tests.
-_NO_SETTINGS = ("FLOWFORGE_CONFIG", "FLOWFORGE_PG_BIN", "FLOWFORGE_CRASH_AT", "FLOWFORGE_TEST_")
 
 
 @dataclass(frozen=True)
@@ -44,15 +40,11 @@ def settings(config: Config, given: dict[str, tuple[Any, str]], source: str) -> 
             text = ",".join(map(without_password, items) if fields[name].metadata.get("secret") else items)
             shown.append(f"{key(fields[name])}={text} ({where})")
     detail = "; ".join([*shown, "all else by default"])
-    known = {variable(each) for each in fields.values()}
-    strange = sorted(
-        name
-        for name in os.environ
-        if name.startswith("FLOWFORGE_") and name not in known and not name.startswith(_NO_SETTINGS)
-    )
-    if strange:
+    if strange := unknown_variables():
         remedy = "correct the name, or unset it; `flowforge config` lists what there is"
-        return Finding("settings", "warning", f"{some(strange)}: there is no such setting; {detail}", remedy)
+        return Finding(
+            "settings", "warning", f"{some(list(strange))}: there is no such setting; {detail}", remedy
+        )
     return Finding("settings", "ok", detail)
 
 

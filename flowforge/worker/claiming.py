@@ -276,7 +276,8 @@ class Claimer(ABC):
             else:
                 self.parts.counts["unknown_handler"] += 1
                 _log.warning(
-                    "no such handler in this worker's modules; giving the task run back for another worker",
+                    "no such handler in this worker's modules; giving the task run back for another worker "
+                    "(a worker has its modules as they were when it started: restart it after an edit)",
                     handler=execution.claim.handler,
                     run=execution.claim.run_id, task_run=execution.claim.task_run_id,
                 )  # fmt: skip

@@ -40,7 +40,7 @@ class Failures:
             self._told += 1
         claim = execution.claim
         _log.warning(
-            event, run=claim.run_id, task_run=claim.task_run_id, task=f"{claim.workflow}.{claim.task}",
+            event, run=claim.run_id, task_run=claim.task_run_id, workflow=claim.workflow, task=claim.task,
             handler=claim.handler, attempt=claim.attempt, token=claim.fencing_token, error=_first_line(error),
         )  # fmt: skip
 

@@ -64,6 +64,9 @@ begin
         where tr.run_id = r.run_id and tr.task_id = t.task_id and tr.map_index is null limit 1) tr
     where r.run_id = task_output.run_id;
     if not found then
+        if (select true from flowforge.run r where r.run_id = task_output.run_id) is null then
+            raise exception using errcode = 'WF002', message = format('there is no run %s', coalesce(task_output.run_id::text, 'null'));
+        end if;
         raise exception using errcode = 'WF002',
             message = format('there is no task %s in run %s', flowforge._quoted(task_output.task), coalesce(task_output.run_id::text, 'null'));
     end if;

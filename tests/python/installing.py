@@ -29,6 +29,7 @@ class Installation:
     by one: nothing is downloaded, and what the wheel forgets to name is missing."""
 
     def __init__(self, directory: Path, wheel: Path, *extras: str) -> None:
+        self.wheel = wheel
         venv.create(directory, symlinks=True)
         self.bin = directory / "bin"
         (self.packages,) = directory.glob("lib/python*/site-packages")

@@ -11,7 +11,8 @@ _HEAD = """\
 # Settings
 
 Each setting is an environment variable; an option of a command, such as `--lease`, goes before it, and
-[commands.md](commands.md) tells the options that there are. Durations are seconds. An empty variable counts
+[commands.md](commands.md) tells the options that there are. Lengths of time are seconds, or as
+text also `1.5s`, `10m`, `2h` or `1d`, as in options. An empty variable counts
 as not set.
 
 Under the environment lies a TOML file, if there is one: `flowforge --config FILE …` or `FLOWFORGE_CONFIG`

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -137,6 +138,29 @@ def test_a_database_of_the_file_is_used_and_blamed(db: Database, settings_file: 
     settings_file.write_text('database_url = "nonsense"')
     said = shell("--config", settings_file, "workflows", code=exits.EXIT_CONFIG).stderr
     assert f"database_url in {settings_file} is not a PostgreSQL connection string" in said
+
+
+def test_a_variable_that_is_misspelled_is_told(tmp_path: Path) -> None:
+    shell = Shell("")
+    shell.environment |= {"FLOWFORGE_DATABSE_URL": "host=x", "XDG_DATA_HOME": str(tmp_path)}
+    says = "there is no setting FLOWFORGE_DATABSE_URL, did you mean FLOWFORGE_DATABASE_URL?"
+    assert shell("config").stderr == f"warning: {says}\n"
+    assert shell("runs", code=exits.EXIT_CONFIG).stderr.endswith(f"`flowforge up`; {says}\n")
+    shell.environment["FLOWFORGE_DATABASE_URL"] = "host=nowhere.invalid"
+    for command in ("worker", "up"):
+        assert f"warning settings: {says}\n" in shell(command, "nosuch", code=exits.EXIT_USAGE).stderr
+
+
+def test_a_setting_is_called_as_it_was_given(settings_file: Path) -> None:
+    """By the option, or by its place in the file."""
+    shell = Shell("host=nowhere.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        told = shell("scheduler", "--metrics-port", port, code=exits.EXIT_CONFIG).stderr
+        assert f"--metrics-port: cannot listen on 127.0.0.1 port {port}" in told
+        settings_file.write_text(f"metrics_port = {port}")
+        told = shell("--config", settings_file, "scheduler", code=exits.EXIT_CONFIG).stderr
+        assert f"metrics_port in {settings_file}: cannot listen on" in told
 
 
 @pytest.mark.parametrize(
@@ -288,10 +312,10 @@ def test_define_registers_modules_and_files(db: Database, modules: Path) -> None
 @pytest.mark.parametrize(
     ("source", "code", "says"),
     [
-        ("jobs_missing", exits.EXIT_CONFIG, "no module 'jobs_missing'"),
-        ("missing.json", exits.EXIT_CONFIG, "cannot read missing.json: No such file"),
-        ("bad.json", exits.EXIT_CONFIG, "bad.json is not JSON: "),
-        ("nan.json", exits.EXIT_CONFIG, "nan.json is not JSON: NaN"),
+        ("jobs_missing", exits.EXIT_USAGE, "no module 'jobs_missing'"),
+        ("missing.json", exits.EXIT_USAGE, "cannot read missing.json: No such file"),
+        ("bad.json", exits.EXIT_USAGE, "bad.json is not JSON: "),
+        ("nan.json", exits.EXIT_USAGE, "nan.json is not JSON: NaN"),
         ("list.json", exits.EXIT_USAGE, "list.json: .*must be an object"),
         ("empty.json", exits.EXIT_USAGE, "empty.json: .*tasks"),
         ("jobs_circle", exits.EXIT_USAGE, "the tasks of workflow 'circle' form a cycle: a → b → a"),
@@ -386,7 +410,7 @@ def test_workflows_are_found_in_modules(modules: Path) -> None:
 )
 def test_modules_that_will_not_do(modules: Path, source: str, place: str, says: str) -> None:
     (modules / "jobs_bad.py").write_text(source)
-    result = Shell("postgresql://127.0.0.1:1/x")("worker", place, code=exits.EXIT_CONFIG)
+    result = Shell("postgresql://127.0.0.1:1/x")("worker", place, code=exits.EXIT_USAGE)
     assert re.search(says, result.stderr.rstrip()), result.stderr
     assert result.stderr.count("\n") == 1
 

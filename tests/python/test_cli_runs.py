@@ -149,17 +149,23 @@ def test_wrong_use_is_told(shell: Shell, arguments: list[str], says: str) -> Non
 
 def test_refusals_of_the_database_are_one_line(shell: Shell) -> None:
     shell("trigger", "orders", "--idempotency-key", "k")
+    see = "see which there are: flowforge"
     for arguments, code, says in (
-        (("trigger", "nosuch"), exits.EXIT_USAGE, "'nosuch'; register it: flowforge define"),
-        (("trigger", "nosuch", "--version", 2), exits.EXIT_USAGE, "'nosuch'; register it: flowforge define"),
-        (("trigger", "orders", "--version", "7"), exits.EXIT_USAGE, "no version 7"),
+        (("trigger", "nosuch"), exits.EXIT_USAGE, "flowforge workflows; register it: flowforge define"),
+        (("trigger", "nosuch", "--version", 2), exits.EXIT_USAGE, "workflows; register it: flowforge define"),
+        (("trigger", "orders", "--version", "7"), exits.EXIT_USAGE, f"no version 7; {see} workflows"),
+        (("runs", "--workflow", "nosuch"), exits.EXIT_USAGE, f"no workflow 'nosuch'; {see} workflows"),
+        (("pause", "nosuch"), exits.EXIT_USAGE, f"no queue 'nosuch'; {see} queues"),
+        (("redispatch", "nosuch"), exits.EXIT_USAGE, f"no queue 'nosuch'; {see} queues"),
+        (("retry", "1", "--from", "nosuch"), exits.EXIT_USAGE, f"no task 'nosuch'; {see} show 1"),
+        (("show", "99", "--output", "x"), exits.EXIT_USAGE, f"no run 99; {see} runs"),
         (("trigger", "orders", "--idempotency-key", "k", "-i", "1"), exits.EXIT_REFUSED, "'k'"),
         (("trigger", "orders", "--priority", "1000000000"), exits.EXIT_USAGE, "priority"),
-        (("show", "99"), exits.EXIT_USAGE, "no run 99"),
-        (("show", "1", "--output", "nosuch"), exits.EXIT_USAGE, "nosuch"),
-        (("watch", "99"), exits.EXIT_USAGE, "no run 99"),
-        (("cancel", "99"), exits.EXIT_USAGE, "no run 99"),
-        (("retry", "99"), exits.EXIT_USAGE, "no run 99"),
+        (("show", "99"), exits.EXIT_USAGE, f"no run 99; {see} runs"),
+        (("show", "1", "--output", "nosuch"), exits.EXIT_USAGE, f"'nosuch' in run 1; {see} show 1"),
+        (("watch", "99"), exits.EXIT_USAGE, f"no run 99; {see} runs"),
+        (("cancel", "99"), exits.EXIT_USAGE, f"no run 99; {see} runs"),
+        (("retry", "99"), exits.EXIT_USAGE, f"no run 99; {see} runs"),
     ):
         result = shell(*arguments, code=code)
         assert result.stdout == ""
@@ -438,7 +444,7 @@ def test_cancel_and_retry(live: Shell) -> None:
     assert live("cancel", 1, "--reason", "too early").stdout == "Run 1 is being cancelled.\n"
     assert live.documents("watch", 1, code=1)[-1]["state"] == "cancelled"
     assert "too early" in live("show", 1).stdout
-    assert "not changed" in live("cancel", 1, code=exits.EXIT_FAILED).stdout
+    assert "not changed: it has ended (cancelled)" in live("cancel", 1, code=exits.EXIT_FAILED).stdout
     assert live.document("cancel", 1, code=exits.EXIT_FAILED) == {"run_id": 1, "changed": False}
     assert live.document("retry", 1, "--request-id", "a") == {"run_id": 1, "reset": 3}
     assert live.documents("watch", 1)[-1]["state"] == "succeeded"

@@ -18,6 +18,8 @@ def test_the_environment_sets_values_of_their_own_types_and_flags_override() -> 
             "FLOWFORGE_DATABASE_URL": "dbname=x",
             "FLOWFORGE_AMQP_URL": "amqp://one, amqps://two/v,",
             "FLOWFORGE_LEASE": "2.5",
+            "FLOWFORGE_GRACE": "2 m",
+            "FLOWFORGE_CONNECT_TIMEOUT": "15s",
             "FLOWFORGE_PUBLISH_BATCH": "7",
             "FLOWFORGE_QUEUES": "a,b,a",
             "FLOWFORGE_PREPARED_STATEMENTS": "off",
@@ -28,6 +30,7 @@ def test_the_environment_sets_values_of_their_own_types_and_flags_override() -> 
     assert config.amqp_urls == ("amqp://one", "amqps://two/v")
     assert config.uses_broker
     assert (config.lease, config.publish_batch, config.queues) == (2.5, 7, ("a", "b"))
+    assert (config.grace, config.connect_timeout) == (120.0, 15)
     assert config.prepared_statements is False
     changed = config.replace(lease=4, publish_batch=None)
     assert (changed.lease, changed.publish_batch) == (4.0, 7)
@@ -43,7 +46,7 @@ def test_the_environment_goes_before_the_file(tmp_path: Path) -> None:
     text = """
         database_url = "service=x"
         amqp_url = ["amqp://one,", "amqps://two/v"]
-        lease = 5
+        lease = "5s"
         grace = 1.5
         concurrency = 3
         prepared_statements = false
@@ -94,6 +97,8 @@ def test_nothing_of_a_password_in_the_file_is_shown(tmp_path: Path) -> None:
     ("name", "value", "allowed"),
     [
         ("FLOWFORGE_LEASE", "soon", "a number of seconds from 1 to 86400"),
+        ("FLOWFORGE_LEASE", "3x", "a number of seconds from 1 to 86400"),
+        ("FLOWFORGE_CONNECT_TIMEOUT", "2.5s", "a whole number of seconds from 2 to 600"),
         ("FLOWFORGE_LEASE", "nan", "a number of seconds from 1 to 86400"),
         ("FLOWFORGE_LEASE", "0", "a number of seconds from 1 to 86400"),
         ("FLOWFORGE_PUBLISH_BATCH", "1.5", "a whole number from 1 to 10000"),

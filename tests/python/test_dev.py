@@ -89,7 +89,7 @@ def test_what_arguments_leave_out_is_said(
     [
         (["mypy"], {"PostgreSQL 18": 0, "PostgreSQL 15": 0}, "mypy"),
         ([], {"PostgreSQL 18": 1, "PostgreSQL 15": 0}, "pytest on PostgreSQL 18"),
-        ([], {"PostgreSQL 18": 0, "PostgreSQL 15": 5}, "pytest on PostgreSQL 15"),
+        ([], {"PostgreSQL 18": 0, "PostgreSQL 15": 5}, "pytest on PostgreSQL 15: no test matches"),
         ([], {"PostgreSQL 18": 0, "whatever PostgreSQL": 1}, "pytest on whatever PostgreSQL"),
     ],
 )

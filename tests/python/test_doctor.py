@@ -49,6 +49,14 @@ def test_a_new_set_up_has_no_problem(patient: Patient) -> None:
     assert re.fullmatch(r"0 problems, \d+ warnings?, \d+ skipped, \d+ ok", lines[-1])
 
 
+def test_what_is_skipped_for_one_reason_is_one_line() -> None:
+    lines = Shell("nonsense")("doctor", code=exits.EXIT_FAILED).stdout.splitlines()
+    assert re.match(r"problem +settings +FLOWFORGE_DATABASE_URL is not", lines[0])
+    assert re.match(r"skipped +database +the settings are wrong; so are \d\d more checks$", lines[2])
+    assert len(lines) == 4
+    assert len(Shell("nonsense").documents("doctor", code=exits.EXIT_FAILED)) > 20
+
+
 @pytest.mark.parametrize("group", ["reader", "worker", "client"])
 def test_what_a_login_may_not_see_is_skipped_with_the_reason(db: Database, group: str) -> None:
     patient = Patient(db, db.create_login(f"flowforge_{group}"))

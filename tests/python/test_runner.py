@@ -585,7 +585,7 @@ def test_a_health_file_that_cannot_be_written_ends_the_start(
     assert code == exits.EXIT_CONFIG
     assert probe.closed
     ((event),) = [str(line["event"]) for line in written()]
-    assert event.startswith(f"FLOWFORGE_HEALTH_FILE: cannot write {tmp_path}/no/such/folder: No such file")
+    assert event.startswith(f"the health file {tmp_path}/no/such/folder cannot be written: No such file")
 
 
 def test_a_silent_daemon_is_not_well(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ COVERAGE = pytest.StashKey[str]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if coverage := config.stash.get(COVERAGE, None):
+    # Of a selection it says nothing.
+    if (coverage := config.stash.get(COVERAGE, None)) and not config.option.keyword:
         terminalreporter.section("statements of SQL functions")
         terminalreporter.write_line(coverage)
 
