@@ -395,7 +395,7 @@ def up(
         announce(what)
 
     if server is not None and not as_json:
-        tell(say, "Starting PostgreSQL …")
+        say("Starting PostgreSQL …", err=True)
     with acting():
         code = everything.run(
             config, workflows, sources=modules, server=server, ready=ready,

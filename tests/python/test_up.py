@@ -234,6 +234,8 @@ def test_it_ends_when_its_server_dies(project: Path) -> None:
 def test_it_works_again_after_being_killed(project: Path) -> None:
     with command_up(project) as process:
         below = psutil.Process(process.pid).children(recursive=True)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "Starting PostgreSQL …\n"
         process.kill()
         process.wait()
     with command_up(project) as process:
