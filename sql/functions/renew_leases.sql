@@ -133,8 +133,11 @@ begin
         raise exception using errcode = 'WF005',
             message = format('report_progress: message is %s characters long; at most 1000 are allowed', length(report_progress.message));
     end if;
-    if not exists (select from flowforge.task_run tr where tr.task_run_id = report_progress.task_run_id
-                   and tr.state = 'running' and tr.fencing_token = report_progress.fencing_token) then
+    -- With a lock that stops nobody but who deletes the row: it may end, and be pruned, before the insert refers to it.
+    perform from flowforge.task_run tr where tr.task_run_id = report_progress.task_run_id
+        and tr.state = 'running' and tr.fencing_token = report_progress.fencing_token
+    for key share;
+    if not found then
         return false;
     end if;
     insert into flowforge.progress as p (task_run_id, fencing_token, fraction, message, reported_at)

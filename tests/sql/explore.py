@@ -50,6 +50,7 @@ class Exploration:
     met: int = 0
     sampled: int = 0
     complete: bool = False
+    called: list[set[str]] = field(default_factory=list, repr=False)
     outcomes: set[Any] = field(default_factory=set, repr=False)
 
 
@@ -68,8 +69,30 @@ def guided(guide: Guide) -> Callable[[Scenario], Scenario]:
     return mark
 
 
-def explore(laboratory: Laboratory, scenario: Scenario, *, enough: int = 80, sample: int = 10) -> Exploration:
-    """Run a scenario under every schedule with up to two preemptions (one, if it has three sessions), under
+# Of each scenario: the functions that each of its sessions calls.
+MEETINGS: dict[str, tuple[frozenset[str], ...]] = {}
+
+
+def meets(*sessions: str) -> Callable[[Scenario], Scenario]:
+    """Declares what each session of a scenario calls; a call that is not declared, and a declared one that
+    is never made, fail it."""
+
+    def mark(scenario: Scenario) -> Scenario:
+        MEETINGS[scenario.__name__] = tuple(frozenset(each.split()) for each in sessions)
+        return scenario
+
+    return mark
+
+
+def explore(
+    laboratory: Laboratory,
+    scenario: Scenario,
+    *,
+    enough: int = 80,
+    sample: int = 10,
+    preemptions: int | None = None,
+) -> Exploration:
+    """Run a scenario under every schedule with up to two `preemptions` (one, if it has three sessions), under
     further ones until there are `enough`, and under a random `sample` of the rest.
 
     Raises what fails, with the schedule as a note."""
@@ -79,13 +102,14 @@ def explore(laboratory: Laboratory, scenario: Scenario, *, enough: int = 80, sam
     # Preemptions so far, order of discovery, and how a schedule begins.
     waiting: list[tuple[int, int, list[int]]] = [(0, next(order), [])]
     while waiting:
-        if waiting[0][0] > 4 - done.sessions and done.schedules >= enough:
+        most = 4 - done.sessions if preemptions is None else preemptions
+        if waiting[0][0] > most and done.schedules >= enough:
             break
-        preemptions, _, beginning = heapq.heappop(waiting)
+        so_far, _, beginning = heapq.heappop(waiting)
         schedule = _Schedule(beginning)
         _run(laboratory, scenario, schedule, done)
         for cost, other in schedule.alternatives():
-            heapq.heappush(waiting, (preemptions + cost, next(order), other))
+            heapq.heappush(waiting, (so_far + cost, next(order), other))
     done.complete = not waiting
     if guide := _GUIDES.get(scenario.__name__):
         _run(laboratory, scenario, functools.partial(guide, laboratory), done)
@@ -137,6 +161,9 @@ def _run(
         assert programs is not None
         done.sessions = len(programs)
         results = laboratory.interleave(programs, schedule)
+        done.called = done.called or [set() for _ in programs]
+        for number, called in enumerate(done.called, 1):
+            called |= laboratory.sessions[number].called
         _conclude(laboratory, body, results, done.outcomes)
     except BaseException as error:
         laboratory.abandon()

@@ -33,6 +33,14 @@ WORKFLOWS: dict[str, list[dict[str, Any]]] = {
     "late": [{"name": "a"}, {"name": "b"}, {"name": "c", "start_within": 60}],
     "early": [{"name": "a", "start_within": 60}, {"name": "b"}, {"name": "c"}],
     "soon": [{"name": "a", "start_within": 60}, {"name": "b", "start_within": 60}],
+    # One of every state; see crossing.py.
+    "crossing": [
+        {"name": "a", "start_within": 30},
+        *({"name": each} for each in ("b", "p", "q", "c", "d", "u")),
+        {"name": "e", "after": ["d"], "when": "all_done"},
+        {"name": "m", "map": "u", "after": ["u"]},
+        {"name": "x", "after": ["u"]},
+    ],
     "fragile": [{"name": "a", "max_reaps": 0}, {"name": "b", "after": ["a"], "when": "all_done"}],
 }
 
@@ -52,10 +60,10 @@ def refusable(program: Program, *sqlstates: str) -> Program:
         return error.sqlstate
 
 
-def claim(row: Any, worker: str = "w1", claim_id: uuid.UUID | None = None) -> Program:
+def claim(row: Any, worker: str = "w1", claim_id: uuid.UUID | None = None, *, lease: str = "30 s") -> Program:
     """Claim a task run by its message."""
     claim_id = claim_id or uuid.uuid4()
-    return (yield from call("claim_task_run", row.task_run_id, row.dispatch_id, worker, claim_id, "30 s"))
+    return (yield from call("claim_task_run", row.task_run_id, row.dispatch_id, worker, claim_id, lease))
 
 
 def batch_claim(rows: list[Any], worker: str = "w1", claim_id: uuid.UUID | None = None) -> Program:

@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from tests.sql.explore import Body, guided
+from tests.sql.explore import Body, guided, meets
 from tests.sql.programs import batch_claim, batch_finish, claim, claim_next, refusable, release
 from tests.sql.stepping import COMMIT, Laboratory, Program, Run, call, table
 
@@ -18,6 +18,7 @@ def _half_done(lab: Laboratory) -> tuple[Run, list[Any], list[Any]]:
     return run, messages, claims
 
 
+@meets("claim_task_runs", "retry_run")
 def batch_claim_retry(lab: Laboratory) -> Body:
     """A batch of late messages, in another order than the retry locks: it locks none of them."""
     run, messages, _ = _half_done(lab)
@@ -28,6 +29,7 @@ def batch_claim_retry(lab: Laboratory) -> Body:
     assert not lab.blocked
 
 
+@meets("claim_task_runs", "retry_run")
 def batch_claim_retry_from(lab: Laboratory) -> Body:
     """The same with a retry that first settles, and so locks, a lower task, then goes back to an upper."""
     run = lab.start("chain")
@@ -42,6 +44,7 @@ def batch_claim_retry_from(lab: Laboratory) -> Body:
     assert not lab.blocked
 
 
+@meets("finish_task_runs", "retry_run")
 def batch_finish_retry_from(lab: Laboratory) -> Body:
     """The same of late answers."""
     run = lab.start("chain")
@@ -56,6 +59,7 @@ def batch_finish_retry_from(lab: Laboratory) -> Body:
     assert not lab.blocked
 
 
+@meets("claim_task_runs", "cancel_run")
 def batch_claim_cancel(lab: Laboratory) -> Body:
     """A batch claims two task runs of a run as it is cancelled: both, or none."""
     run = lab.start("two")
@@ -64,6 +68,7 @@ def batch_claim_cancel(lab: Laboratory) -> Body:
     assert outcomes in (["claimed"] * 2, ["cancelled"] * 2)
 
 
+@meets("claim_task_run", "claim_task_runs", "cancel_run fail_undeliverable")
 def batch_claim_fail_cancel(lab: Laboratory) -> Body:
     """A batch waits for its first task run while its last one fails and the run is cancelled: no deadlock.
 
@@ -91,6 +96,7 @@ def batch_claim_fail_cancel(lab: Laboratory) -> Body:
     assert run["c"].state == ("failed" if failed else "succeeded")
 
 
+@meets("claim_task_runs", "claim_task_runs", "cancel_leftovers fail_undeliverable")
 def batch_claim_fail_leftovers(lab: Laboratory) -> Body:
     """The same of what is left over: the batch waits in another run, then holds what has failed."""
     other = lab.start("one")
@@ -135,6 +141,7 @@ def _retry_between_its_locks(lab: Laboratory, enabled: list[int]) -> int:
 
 
 @guided(_retry_between_its_locks)
+@meets("claim_task_runs", "claim_task_runs", "fail_undeliverable retry_run settle_finished")
 def batch_claim_fail_retry(lab: Laboratory) -> Body:
     """The same with a retry, which resets what had been settled before and what it settles itself."""
     other = lab.start("one")
@@ -157,6 +164,7 @@ def batch_claim_fail_retry(lab: Laboratory) -> Body:
     assert reset == 2 - second.count("claimed") + (second[0] == "claimed")
 
 
+@meets("claim_task_runs", "retry_run", "cancel_run")
 def batch_claim_retry_cancel(lab: Laboratory) -> Body:
     """Two late and one doubled message, a retry and a cancel at once: no deadlock, and the run ends."""
     run, messages, _ = _half_done(lab)
@@ -172,6 +180,7 @@ def batch_claim_retry_cancel(lab: Laboratory) -> Body:
     assert run["b"].state == "succeeded"
 
 
+@meets("claim_task_runs", "release_task_run")
 def batch_claim_batch_release(lab: Laboratory) -> Body:
     """Doubled messages of two task runs that are given back one after the other, from the last."""
     run = lab.start("two")
@@ -188,6 +197,7 @@ def batch_claim_batch_release(lab: Laboratory) -> Body:
     assert [row.fencing_token for row in run.rows()] == [1 + (each == "claimed") for each in outcomes]
 
 
+@meets("claim_next", "claim_task_runs")
 def claim_next_batch_claim(lab: Laboratory) -> Body:
     """A claim by priority and a claim by messages want the same in other orders: no deadlock."""
     run = lab.start("three")
@@ -195,6 +205,7 @@ def claim_next_batch_claim(lab: Laboratory) -> Body:
     assert len(without) + outcomes.count("claimed") == 3
 
 
+@meets("renew_leases", "claim_task_runs")
 def renew_batch_claim_repeated(lab: Laboratory) -> Body:
     """A renewal passes over what a repeated claim has locked, and says so."""
     run = lab.start("two")

@@ -2,7 +2,7 @@
 
 import uuid
 
-from tests.sql.explore import Body
+from tests.sql.explore import Body, meets
 from tests.sql.programs import (
     claim,
     claim_next,
@@ -33,6 +33,7 @@ def _parked(lab: Laboratory) -> Run:
 # --- the publisher ---
 
 
+@meets("fetch_outbox mark_published", "fetch_outbox mark_published")
 def publish_publish(lab: Laboratory) -> Body:
     """Two publishers share the orders: each is published by one of them."""
     lab.start("two")
@@ -42,6 +43,7 @@ def publish_publish(lab: Laboratory) -> Body:
     assert _orders(lab) == (3, 0)
 
 
+@meets("fetch_outbox mark_published", "redispatch")
 def publish_redispatch(lab: Laboratory) -> Body:
     """An order armed again while the publisher holds an earlier one is not swallowed by the late mark."""
     lab.start("one")
@@ -51,6 +53,7 @@ def publish_redispatch(lab: Laboratory) -> Body:
     assert _orders(lab)[1] == 1 or lab.before("2: commit", "1: fetch_outbox 1")
 
 
+@meets("fetch_outbox mark_refused", "redispatch")
 def refuse_redispatch(lab: Laboratory) -> Body:
     """An order that the broker refuses is armed again meanwhile: it is kept, and its delay with it."""
     lab.start("one")
@@ -70,6 +73,7 @@ def refuse_redispatch(lab: Laboratory) -> Body:
     assert waits in (0, 1)
 
 
+@meets("fetch_outbox mark_unpublishable", "redispatch")
 def park_redispatch(lab: Laboratory) -> Body:
     """An order that can never be published is armed again meanwhile: one more try, or it fails for good."""
     run = lab.start("one")
@@ -87,6 +91,7 @@ def park_redispatch(lab: Laboratory) -> Body:
     assert run.state == ("succeeded" if another else "failed")
 
 
+@meets("fetch_outbox mark_published", "redispatch_lost")
 def publish_redispatch_lost(lab: Laboratory) -> Body:
     """The scheduler looks for lost messages while one is on its way: it is not lost."""
     run = lab.start("one")
@@ -97,6 +102,7 @@ def publish_redispatch_lost(lab: Laboratory) -> Body:
     assert run["a"].redispatches == 0
 
 
+@meets("fetch_outbox mark_published", "release_task_run")
 def publish_release(lab: Laboratory) -> Body:
     """What is given back while the publisher holds its order gets an order of its own."""
     run = lab.start("one")
@@ -107,6 +113,7 @@ def publish_release(lab: Laboratory) -> Body:
     assert len(published) == _orders(lab)[0]
 
 
+@meets("fetch_outbox mark_published", "claim_task_run release_task_run")
 def publish_claim_release(lab: Laboratory) -> Body:
     """The same of what is claimed, by an earlier message, and given back meanwhile."""
     run = lab.start("one")
@@ -122,6 +129,7 @@ def publish_claim_release(lab: Laboratory) -> Body:
     assert _orders(lab)[1] == 1 or given_back < lab.trace.index("1: fetch_outbox 1")
 
 
+@meets("fetch_outbox mark_published", "reap_expired_leases")
 def publish_reap(lab: Laboratory) -> Body:
     """The same of what is reaped."""
     run = lab.start("one")
@@ -133,6 +141,7 @@ def publish_reap(lab: Laboratory) -> Body:
     assert len(published) == _orders(lab)[0]
 
 
+@meets("fetch_outbox mark_published", "claim_task_run")
 def publish_claim(lab: Laboratory) -> Body:
     """A claim waits for nothing that the publisher holds."""
     run = lab.start("one")
@@ -141,6 +150,7 @@ def publish_claim(lab: Laboratory) -> Body:
     assert not lab.blocked
 
 
+@meets("fetch_outbox mark_published", "claim_next")
 def publish_claim_next(lab: Laboratory) -> Body:
     """Nor does a claim without a message, which takes the order away where it can."""
     lab.start("one")
@@ -149,6 +159,7 @@ def publish_claim_next(lab: Laboratory) -> Body:
     assert not lab.blocked
 
 
+@meets("fetch_outbox mark_published", "cancel_run")
 def publish_cancel(lab: Laboratory) -> Body:
     """Once a cancel has returned, nothing of the run is fetched; what was is answered at its claim."""
     run = lab.start("one")
@@ -163,6 +174,7 @@ def publish_cancel(lab: Laboratory) -> Body:
     assert answer.outcome == "cancelled"
 
 
+@meets("fetch_outbox mark_published", "sweep_outbox")
 def publish_sweep(lab: Laboratory) -> Body:
     """The sweep leaves the orders of live dispatches alone, and waits for no publisher."""
     run = lab.start("two")
@@ -176,6 +188,7 @@ def publish_sweep(lab: Laboratory) -> Body:
 # --- orders and task runs in step ---
 
 
+@meets("sweep_outbox", "release_task_run")
 def sweep_release(lab: Laboratory) -> Body:
     """A task run is given back while the sweep takes its old order for useless: an order remains."""
     run = lab.start("one")
@@ -185,6 +198,7 @@ def sweep_release(lab: Laboratory) -> Body:
     assert _orders(lab) in [(0, 1), (0, 2)]
 
 
+@meets("sweep_outbox", "redispatch")
 def sweep_redispatch(lab: Laboratory) -> Body:
     """What cannot be published is armed again while the sweep looks at the parked order: one is left."""
     _parked(lab)
@@ -194,6 +208,7 @@ def sweep_redispatch(lab: Laboratory) -> Body:
     assert (unparked, lab.value("select count(*) from flowforge.outbox")) == (1, 2 - swept)
 
 
+@meets("fail_undeliverable", "redispatch")
 def undeliverable_redispatch(lab: Laboratory) -> Body:
     """What cannot be published fails, or is armed again: with both, it fails."""
     run = _parked(lab)
@@ -204,6 +219,7 @@ def undeliverable_redispatch(lab: Laboratory) -> Body:
     assert run.state == ("failed" if failed else "succeeded")
 
 
+@meets("fail_undeliverable", "claim_task_run")
 def undeliverable_claim(lab: Laboratory) -> Body:
     """What is not started in time fails, or starts at the last moment."""
     run = lab.start("prompt")
@@ -215,6 +231,7 @@ def undeliverable_claim(lab: Laboratory) -> Body:
     assert run.state == ("failed" if failed else "succeeded")
 
 
+@meets("fail_undeliverable", "cancel_run")
 def undeliverable_cancel(lab: Laboratory) -> Body:
     """What fails so as its run is cancelled: one of them has it, and the run ends."""
     run = lab.start("prompt")
@@ -225,6 +242,7 @@ def undeliverable_cancel(lab: Laboratory) -> Body:
     assert run.state == ("failed" if failed else "cancelled")
 
 
+@meets("redispatch_lost", "claim_task_run")
 def lost_claim(lab: Laboratory) -> Body:
     """A message thought lost is claimed as it is sent again: the second one is recognised."""
     run = lab.start("one")
@@ -236,6 +254,7 @@ def lost_claim(lab: Laboratory) -> Body:
     assert _orders(lab) == (1, lost)
 
 
+@meets("redispatch_lost", "redispatch")
 def lost_redispatch(lab: Laboratory) -> Body:
     """The scheduler and an operator arm the same lost message: one order more is enough."""
     run = lab.start("one")
@@ -250,6 +269,7 @@ def lost_redispatch(lab: Laboratory) -> Body:
 # --- claims without a message ---
 
 
+@meets("claim_next", "claim_next")
 def claim_next_claim_next(lab: Laboratory) -> Body:
     """Two workers take what is next in line: each something else."""
     run = lab.start("two")
@@ -261,6 +281,7 @@ def claim_next_claim_next(lab: Laboratory) -> Body:
     assert lab.value("select count(*) from flowforge.outbox") == 0
 
 
+@meets("claim_next", "claim_next")
 def claim_next_repeated(lab: Laboratory) -> Body:
     """A call repeated while the call itself is under way: the same claims, and no more."""
     lab.start("three")
@@ -272,6 +293,7 @@ def claim_next_repeated(lab: Laboratory) -> Body:
     assert len(first) == 2
 
 
+@meets("claim_next", "reap_expired_leases")
 def claim_next_repeated_reap(lab: Laboratory) -> Body:
     """A repeat comes while the reaper takes the claims back: they are given again, or are gone."""
     run = lab.start("one")
@@ -285,6 +307,7 @@ def claim_next_repeated_reap(lab: Laboratory) -> Body:
     assert run["a"].fencing_token == (again[0].fencing_token if again else 1)
 
 
+@meets("claim_next", "claim_task_run")
 def claim_next_claim(lab: Laboratory) -> Body:
     """A claim with a message and one without meet at one task run."""
     run = lab.start("one")
@@ -292,6 +315,7 @@ def claim_next_claim(lab: Laboratory) -> Body:
     assert (len(without), answer.outcome) in [(1, "running"), (0, "claimed")]
 
 
+@meets("claim_next", "cancel_run")
 def claim_next_cancel(lab: Laboratory) -> Body:
     """HD-31 without a message."""
     run = lab.start("two")
@@ -303,6 +327,7 @@ def claim_next_cancel(lab: Laboratory) -> Body:
     assert run.state == ("succeeded" if claimed else "cancelled")
 
 
+@meets("claim_next", "reap_expired_leases")
 def claim_next_reap(lab: Laboratory) -> Body:
     """What the reaper gives back is taken at once, or later, with the next token."""
     run = lab.start("one")

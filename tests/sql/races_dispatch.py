@@ -4,7 +4,7 @@ import itertools
 
 from psycopg.types.json import Jsonb
 
-from tests.sql.explore import Body
+from tests.sql.explore import Body, meets
 from tests.sql.programs import claim_next, finish, finish_and_settle, publish, refusable
 from tests.sql.stepping import COMMIT, Laboratory, Program, Run, call
 
@@ -23,6 +23,7 @@ def _mapped(lab: Laboratory, output: list[int]) -> Run:
 # --- dispatch ---
 
 
+@meets("dispatch_ready", "dispatch_ready")
 def dispatch_dispatch(lab: Laboratory) -> Body:
     """Two schedulers do not overfill a window."""
     lab.value("select flowforge.configure_queue('default', 2)")
@@ -34,6 +35,7 @@ def dispatch_dispatch(lab: Laboratory) -> Body:
     lab.value("select flowforge.configure_queue('default', 0)")
 
 
+@meets("dispatch_ready", "cancel_run")
 def dispatch_cancel(lab: Laboratory) -> Body:
     """What is dispatched as its run is cancelled is cancelled too, and its message not published."""
     run = lab.trigger("two")
@@ -45,6 +47,7 @@ def dispatch_cancel(lab: Laboratory) -> Body:
     assert run.state == "cancelled"
 
 
+@meets("dispatch_ready", "cancel_run", "fetch_outbox mark_published")
 def dispatch_cancel_publish(lab: Laboratory) -> Body:
     """The same with a publisher: what it fetched before the cancel finds its claim refused."""
     run = lab.trigger("one")
@@ -53,6 +56,7 @@ def dispatch_cancel_publish(lab: Laboratory) -> Body:
     assert run.state == "cancelled"
 
 
+@meets("dispatch_ready", "pause_queue")
 def dispatch_pause(lab: Laboratory) -> Body:
     """Once a pause has returned, nothing more is dispatched; what was dispatched before stays."""
     run = lab.trigger("two")
@@ -65,6 +69,7 @@ def dispatch_pause(lab: Laboratory) -> Body:
     lab.value("select flowforge.resume_queue('default')")
 
 
+@meets("dispatch_ready", "retry_run")
 def dispatch_retry(lab: Laboratory) -> Body:
     """A retry of what lies above a task that is just dispatched is refused, or takes it back before."""
     run = lab.start("chain")
@@ -78,6 +83,7 @@ def dispatch_retry(lab: Laboratory) -> Body:
     assert run.state == "succeeded"
 
 
+@meets("dispatch_ready", "reap_expired_leases")
 def dispatch_reap(lab: Laboratory) -> Body:
     """A reap and a dispatch fill one window: each has its own row, and its own order."""
     run = lab.start("one")
@@ -92,6 +98,7 @@ def dispatch_reap(lab: Laboratory) -> Body:
 # --- maps ---
 
 
+@meets("expand_map", "expand_map")
 def expand_expand(lab: Laboratory) -> Body:
     """Two schedulers expand one map once."""
     run = _mapped(lab, [1, 2])
@@ -100,6 +107,7 @@ def expand_expand(lab: Laboratory) -> Body:
     assert len(run.rows("m")) == 3
 
 
+@meets("expand_map", "cancel_run")
 def expand_cancel(lab: Laboratory) -> Body:
     """A map is cancelled before it is expanded, or whole."""
     run = _mapped(lab, [1, 2])
@@ -109,6 +117,7 @@ def expand_cancel(lab: Laboratory) -> Body:
     assert run.state == "cancelled"
 
 
+@meets("expand_map", "settle_finished")
 def expand_settle(lab: Laboratory) -> Body:
     """A map is expanded while something else of its run is settled."""
     run = lab.start("maps")
@@ -123,6 +132,7 @@ def expand_settle(lab: Laboratory) -> Body:
     assert run.state == "succeeded"
 
 
+@meets("expand_map", "retry_run")
 def expand_retry(lab: Laboratory) -> Body:
     """A retry of what is mapped over is refused once the map is under way, and else expands it anew."""
     run = _mapped(lab, [1, 2, 3])
@@ -133,6 +143,7 @@ def expand_retry(lab: Laboratory) -> Body:
     assert run.state == "succeeded"
 
 
+@meets("expand_map", "claim_next dispatch_ready finish_task_run settle_finished")
 def expand_elements(lab: Laboratory) -> Body:
     """Elements are dispatched, run and settled as soon as they are there, while the expansion goes on."""
     run = _mapped(lab, [1, 2])
@@ -155,6 +166,7 @@ def expand_elements(lab: Laboratory) -> Body:
     assert (run["m"].state, run.state) == ("succeeded", "succeeded")
 
 
+@meets("finish_task_run settle_finished", "finish_task_run settle_finished")
 def elements_finish(lab: Laboratory) -> Body:
     """The last two elements finish together, each followed by a settle: the map ends once, in order."""
     run = _mapped(lab, [1, 2])
@@ -173,6 +185,7 @@ def elements_finish(lab: Laboratory) -> Body:
     assert run["z"].stage == "eligible"
 
 
+@meets("finish_task_run settle_finished", "cancel_run")
 def elements_cancel(lab: Laboratory) -> Body:
     """An element finishes, another waits, and the run is cancelled."""
     run = _mapped(lab, [1, 2])
@@ -185,6 +198,7 @@ def elements_cancel(lab: Laboratory) -> Body:
     assert (run["z"].state, run.state) == ("cancelled", "cancelled")
 
 
+@meets("finish_task_run settle_finished", "retry_run")
 def elements_retry(lab: Laboratory) -> Body:
     """A map of which an element failed ends while it is retried: refused, or only that element again."""
     run = _mapped(lab, [1, 2])
@@ -204,6 +218,7 @@ def elements_retry(lab: Laboratory) -> Body:
 # --- definitions ---
 
 
+@meets("trigger", "define_workflow")
 def trigger_define(lab: Laboratory) -> Body:
     """A run has all tasks of one version, however the current one changes meanwhile."""
     number = next(_NUMBERS)
@@ -219,6 +234,7 @@ def trigger_define(lab: Laboratory) -> Body:
     )
 
 
+@meets("trigger", "trigger")
 def trigger_repeated(lab: Laboratory) -> Body:
     """A trigger repeated under its idempotency key while it is under way: one run."""
     key = f"key {next(_NUMBERS)}"
@@ -230,6 +246,7 @@ def trigger_repeated(lab: Laboratory) -> Body:
     assert len(Run(lab, first).rows()) == 2
 
 
+@meets("trigger", "prune")
 def trigger_prune(lab: Laboratory) -> Body:
     """A trigger under the key of a run that is just pruned gets that run, or a new one."""
     key = f"key {next(_NUMBERS)}"
@@ -245,6 +262,7 @@ def trigger_prune(lab: Laboratory) -> Body:
         assert [row.state for row in Run(lab, triggered).rows()] == ["pending"]
 
 
+@meets("trigger_many", "trigger_many", "trigger")
 def trigger_many_across(lab: Laboratory) -> Body:
     """Two calls with the same keys in crossing order wait for one of the keys: no deadlock, a run each."""
     keys = [f"key {next(_NUMBERS)}" for _ in range(3)]
@@ -259,9 +277,48 @@ def trigger_many_across(lab: Laboratory) -> Body:
     assert len(set(first)) == 3
 
 
+@meets("define_workflow", "define_workflow")
 def define_define(lab: Laboratory) -> Body:
     """Two deployments register the same new content at once: one version, created once."""
     name = lab.define(f"twice {next(_NUMBERS)}", {"name": "a"})
     content = Jsonb({"name": name, "tasks": [{"name": "b"}]})
     answers = yield [call("define_workflow", content), call("define_workflow", content)]
     assert sorted((each.version, each.created) for each in answers) == [(2, False), (2, True)]
+
+
+def _versions(lab: Laboratory) -> str:
+    """A workflow of two versions, of one task and of two, whose first one is current."""
+    name = lab.define(f"versions {next(_NUMBERS)}", {"name": "a"})
+    lab.define(name, {"name": "a"}, {"name": "b"})
+    lab.value("select flowforge.activate_version(%s, 1)", name)
+    return name
+
+
+@meets("activate_version", "activate_version")
+def activate_activate(lab: Laboratory) -> Body:
+    """Two operators activate the same version: one of them changed something."""
+    name = _versions(lab)
+    changed = yield [call("activate_version", name, 2), call("activate_version", name, 2)]
+    assert sorted(changed) == [False, True]
+
+
+@meets("activate_version", "define_workflow")
+def activate_define(lab: Laboratory) -> Body:
+    """An operator goes back to a version as another one is deployed: the later one's is current."""
+    name = _versions(lab)
+    content = Jsonb({"name": name, "tasks": [{"name": "a"}, {"name": "b"}, {"name": "c"}]})
+    changed, defined = yield [call("activate_version", name, 1), call("define_workflow", content)]
+    assert (defined.version, defined.created) == (3, True)
+    current = lab.value("select current_version from flowforge.workflow where name = %s", name)
+    assert current == (1 if changed else 3)
+
+
+@meets("activate_version", "trigger")
+def activate_trigger(lab: Laboratory) -> Body:
+    """A run has all tasks of one version, whichever is current."""
+    name = _versions(lab)
+    changed, triggered = yield [call("activate_version", name, 2), call("trigger", name)]
+    assert changed is True
+    tasks = len(Run(lab, triggered).rows())
+    assert tasks == lab.value("select version from flowforge.run_result(%s)", triggered)
+    assert tasks == 1 or lab.before("1: commit", "2: commit")

@@ -2,7 +2,7 @@
 
 import itertools
 
-from tests.sql.explore import Body
+from tests.sql.explore import Body, meets
 from tests.sql.programs import claim_next, finish, finish_and_settle, refusable, release
 from tests.sql.stepping import Laboratory, Run, call
 
@@ -29,6 +29,7 @@ def _failed(lab: Laboratory) -> Run:
 # --- the join ---
 
 
+@meets("finish_task_run settle_finished", "finish_task_run settle_finished")
 def join_finish_finish(lab: Laboratory) -> Body:
     """HD-01: two parents finish together, each followed by a settle: the child is dispatched once."""
     run = lab.start("join")
@@ -43,6 +44,7 @@ def join_finish_finish(lab: Laboratory) -> Body:
     assert [each.dispatch_id for each in orders] == [run["d"].dispatch_id]
 
 
+@meets("finish_task_run", "finish_task_run", "settle_finished")
 def join_finish_finish_settle(lab: Laboratory) -> Body:
     """HD-01 with a scheduler of its own: nothing is counted twice, nothing is lost."""
     run = lab.start("join")
@@ -52,6 +54,7 @@ def join_finish_finish_settle(lab: Laboratory) -> Body:
     assert run["d"].unmet == 2 - settled
 
 
+@meets("finish_task_run", "settle_finished")
 def finish_settle(lab: Laboratory) -> Body:
     """A sibling finishes while the other one is counted."""
     run = lab.start("join")
@@ -62,6 +65,7 @@ def finish_settle(lab: Laboratory) -> Body:
     assert run["d"].unmet == 2 - settled
 
 
+@meets("settle_finished", "settle_finished")
 def settle_settle(lab: Laboratory) -> Body:
     """Two schedulers settle the same run: each finish is counted once."""
     run = _joining(lab, "succeeded", "succeeded")
@@ -70,6 +74,7 @@ def settle_settle(lab: Laboratory) -> Body:
     assert (run["d"].unmet, run["d"].stage) == (0, "eligible")
 
 
+@meets("settle_finished", "settle_finished")
 def settle_settle_runs(lab: Laboratory) -> Body:
     """Two schedulers settle two runs, of which each may get one: no deadlock."""
     runs = [lab.start("rules") for _ in range(2)]
@@ -85,6 +90,7 @@ def settle_settle_runs(lab: Laboratory) -> Body:
         assert run.states() == states
 
 
+@meets("settle_finished", "cancel_run")
 def settle_cancel(lab: Laboratory) -> Body:
     """A cancel counts what has finished before it cancels the rest, whoever settles meanwhile."""
     run = _joining(lab, "succeeded", "succeeded")
@@ -94,6 +100,7 @@ def settle_cancel(lab: Laboratory) -> Body:
     assert run.state == "cancelled"
 
 
+@meets("settle_finished", "retry_run")
 def settle_retry(lab: Laboratory) -> Body:
     """A retry settles first: it sees what is to be skipped as skipped, and resets it with what failed."""
     run = _joining(lab, "failed", "succeeded", "rules")
@@ -107,6 +114,7 @@ def settle_retry(lab: Laboratory) -> Body:
     assert run.states() == states
 
 
+@meets("finish_task_run settle_finished", "retry_run")
 def finish_settle_retry(lab: Laboratory) -> Body:
     """A sibling finishes, and is settled, while the other is retried: the join is counted right."""
     run = lab.start("join")
@@ -123,6 +131,7 @@ def finish_settle_retry(lab: Laboratory) -> Body:
 # --- cancel and retry ---
 
 
+@meets("cancel_run", "cancel_run")
 def cancel_cancel(lab: Laboratory) -> Body:
     """Two cancels: one of them began it."""
     run = lab.start("join")
@@ -133,6 +142,7 @@ def cancel_cancel(lab: Laboratory) -> Body:
     assert reason == ["first", "second"][began.index(True)]
 
 
+@meets("cancel_run", "retry_run")
 def cancel_retry(lab: Laboratory) -> Body:
     """A retry and a cancel of an ended run: the cancel comes too late, or cancels the retry."""
     run = _failed(lab)
@@ -142,6 +152,7 @@ def cancel_retry(lab: Laboratory) -> Body:
     assert run.state == ("cancelled" if cancelled else "succeeded")
 
 
+@meets("cancel_run", "retry_run")
 def cancel_retry_running(lab: Laboratory) -> Body:
     """A retry and a cancel of a run of which something runs: the retry is refused, or cancelled."""
     run = lab.start("join")
@@ -155,6 +166,7 @@ def cancel_retry_running(lab: Laboratory) -> Body:
     assert run.state == "cancelled"
 
 
+@meets("retry_run", "retry_run")
 def retry_retry(lab: Laboratory) -> Body:
     """Two operators retry: the part that failed is reset once."""
     run = _failed(lab)
@@ -163,6 +175,7 @@ def retry_retry(lab: Laboratory) -> Body:
     assert run["a"].attempt == 2
 
 
+@meets("retry_run", "retry_run")
 def retry_repeated(lab: Laboratory) -> Body:
     """A retry repeated under its request id while it is under way: one retry, one answer."""
     run = _failed(lab)
@@ -171,6 +184,7 @@ def retry_repeated(lab: Laboratory) -> Body:
     assert run["a"].attempt == 2
 
 
+@meets("retry_run", "finish_task_run")
 def retry_finish(lab: Laboratory) -> Body:
     """A retry from a task that is just finishing is refused, or resets what has finished."""
     run = lab.start("chain")
@@ -183,6 +197,7 @@ def retry_finish(lab: Laboratory) -> Body:
     assert run.state == "succeeded"
 
 
+@meets("retry_run", "finish_task_run")
 def retry_failing(lab: Laboratory) -> Body:
     """A retry of what has failed while one more fails: that one belongs to it, or is left as it is."""
     run = lab.start("two")
@@ -195,6 +210,7 @@ def retry_failing(lab: Laboratory) -> Body:
     assert run.states() == {"a": "succeeded", "b": "failed" if reset == 1 else "succeeded"}
 
 
+@meets("retry_run", "reap_expired_leases")
 def retry_reap(lab: Laboratory) -> Body:
     """A retry from a task that the reaper just gives up is refused, or resets what has failed."""
     run = lab.start("fragile")
@@ -208,6 +224,7 @@ def retry_reap(lab: Laboratory) -> Body:
     assert run.states() == {"a": "failed" if reset == "WF007" else "succeeded", "b": "succeeded"}
 
 
+@meets("retry_run", "prune")
 def retry_prune(lab: Laboratory) -> Body:
     """A retry and a prune of an ended run: it is gone whole, or runs on whole."""
     run = _failed(lab)
@@ -218,6 +235,45 @@ def retry_prune(lab: Laboratory) -> Body:
     assert gone is (
         pruned > 0 and lab.value("select count(*) from flowforge.run where run_id = %s", run.id) == 0
     )
+
+
+def _ended(lab: Laboratory) -> Run:
+    """A run that has ended long ago, and whose order nobody has swept."""
+    run = lab.start("one")
+    lab.finish(lab.claim(run["a"]))
+    lab.tick()
+    lab.clock.advance("1 hour")
+    return run
+
+
+@meets("prune", "prune")
+def prune_prune(lab: Laboratory) -> Body:
+    """Two operators prune: each run goes once."""
+    run = _ended(lab)
+    counts = yield [call("prune", "30 min"), call("prune", "30 min")]
+    assert sorted(counts) == [0, 1]
+    assert not run.rows()
+
+
+@meets("prune", "cancel_run")
+def prune_cancel(lab: Laboratory) -> Body:
+    """A cancel that comes too late for a run that is just pruned."""
+    run = _ended(lab)
+    pruned, cancelled = yield [
+        call("prune", "30 min"),
+        refusable(call("cancel_run", run.id), "WF002"),
+    ]
+    assert cancelled in (False, "WF002")
+    assert pruned == 1 - len(run.rows())
+
+
+@meets("prune", "sweep_outbox")
+def prune_sweep(lab: Laboratory) -> Body:
+    """The order of an ended run is swept, whether the run is there or not."""
+    run = _ended(lab)
+    pruned, swept = yield [call("prune", "30 min"), call("sweep_outbox")]
+    assert (pruned, swept) == (1, 1)
+    assert not run.rows()
 
 
 # --- what is left of a cancelled run ---
@@ -234,6 +290,7 @@ def _left_over(lab: Laboratory) -> Run:
     return run
 
 
+@meets("cancel_leftovers", "cancel_leftovers")
 def leftovers_leftovers(lab: Laboratory) -> Body:
     """Two schedulers cancel what is left over once."""
     run = _left_over(lab)
@@ -243,6 +300,7 @@ def leftovers_leftovers(lab: Laboratory) -> Body:
     assert run.states() == {"a": "cancelled", "b": "succeeded"}
 
 
+@meets("cancel_leftovers", "claim_next")
 def leftovers_claim_next(lab: Laboratory) -> Body:
     """What is left over cannot be claimed on the way, nor does its claim disturb the sweep."""
     run = _left_over(lab)
@@ -253,6 +311,7 @@ def leftovers_claim_next(lab: Laboratory) -> Body:
     assert cancelled in (0, 1)
 
 
+@meets("release_task_run", "release_task_run", "cancel_leftovers")
 def leftovers_release(lab: Laboratory) -> Body:
     """What is given back to a run being cancelled is cancelled at once, and settled."""
     run = lab.start("two")

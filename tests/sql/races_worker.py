@@ -1,8 +1,9 @@
 """Scenarios of one execution: workers against one another, and against whoever takes a task run away."""
 
 import uuid
+from typing import Any
 
-from tests.sql.explore import Body
+from tests.sql.explore import Body, meets
 from tests.sql.programs import (
     assert_and_finish,
     batch_claim,
@@ -35,6 +36,7 @@ def _unpublished(lab: Laboratory, run: Run) -> int:
 # --- the claim ---
 
 
+@meets("claim_task_run", "claim_task_run")
 def claim_claim(lab: Laboratory) -> Body:
     """One message delivered twice: one winner, and the other learns that it runs."""
     run = lab.start("one")
@@ -43,6 +45,7 @@ def claim_claim(lab: Laboratory) -> Body:
     assert run["a"].fencing_token == 1
 
 
+@meets("claim_task_run", "claim_task_run")
 def claim_repeated(lab: Laboratory) -> Body:
     """A call is repeated while the call itself, given up for lost, is under way: both get the one claim."""
     run = lab.start("one")
@@ -51,6 +54,7 @@ def claim_repeated(lab: Laboratory) -> Body:
     assert [(each.outcome, each.fencing_token) for each in answers] == [("claimed", 1), ("claimed", 1)]
 
 
+@meets("claim_task_run", "claim_task_run")
 def claim_rolled_back(lab: Laboratory) -> Body:
     """Who comes second to a claim that is rolled back has not lost its message: it waits, and wins."""
     run = lab.start("one")
@@ -63,6 +67,7 @@ def claim_rolled_back(lab: Laboratory) -> Body:
     assert answer.outcome == "claimed"
 
 
+@meets("claim_task_runs", "claim_task_run")
 def claim_twice_in_one_call(lab: Laboratory) -> Body:
     """Two deliveries of one dispatch in one call, against a third: one of the three positions wins."""
     run = lab.start("one")
@@ -71,6 +76,7 @@ def claim_twice_in_one_call(lab: Laboratory) -> Body:
     assert sorted([*twice, once.outcome]) == ["claimed", "running", "running"]
 
 
+@meets("claim_task_run", "cancel_run")
 def claim_cancel(lab: Laboratory) -> Body:
     """HD-31: the claim is refused, or it wins and the next renewal tells of the cancel."""
     run = lab.start("one")
@@ -86,6 +92,7 @@ def claim_cancel(lab: Laboratory) -> Body:
     assert run.state == ("succeeded" if claimed.outcome == "claimed" else "cancelled")
 
 
+@meets("claim_task_run", "reap_expired_leases")
 def claim_reap(lab: Laboratory) -> Body:
     """A doubled message arrives while the lease of a lost worker is reaped: no execution without a reap."""
     run, _ = _claimed(lab, "one")
@@ -98,6 +105,7 @@ def claim_reap(lab: Laboratory) -> Body:
     assert answer.outcome == "claimed" or _unpublished(lab, run) == 1
 
 
+@meets("claim_task_run", "release_task_run")
 def claim_release(lab: Laboratory) -> Body:
     """A doubled message arrives while its owner gives the task run back."""
     run, owner = _claimed(lab, "one")
@@ -107,6 +115,7 @@ def claim_release(lab: Laboratory) -> Body:
     assert answer.outcome == "claimed" or _unpublished(lab, run) == 1
 
 
+@meets("claim_task_run", "finish_task_run")
 def claim_finish(lab: Laboratory) -> Body:
     """A doubled message arrives while the execution fails and the next attempt follows: nobody claims."""
     run, owner = _claimed(lab, "again")
@@ -116,6 +125,7 @@ def claim_finish(lab: Laboratory) -> Body:
     assert (run["a"].attempt, run["a"].state, run["a"].fencing_token) == (2, "pending", 1)
 
 
+@meets("claim_task_runs", "claim_task_runs", "claim_task_run")
 def claim_across(lab: Laboratory) -> Body:
     """Two batches name the same task runs in crossing order and wait for the middle one: no deadlock."""
     run = lab.start("three")
@@ -128,6 +138,7 @@ def claim_across(lab: Laboratory) -> Body:
 # --- the finish ---
 
 
+@meets("finish_task_run", "finish_task_run")
 def finish_repeated(lab: Laboratory) -> Body:
     """A finish is repeated while the finish itself is under way: accepted once."""
     run, owner = _claimed(lab, "chain")
@@ -136,6 +147,7 @@ def finish_repeated(lab: Laboratory) -> Body:
     assert run["a"].state == "succeeded"
 
 
+@meets("finish_task_run", "finish_task_run")
 def finish_failed_repeated(lab: Laboratory) -> Body:
     """The same of a failure that leads to the next attempt: it is counted once."""
     run, owner = _claimed(lab, "again")
@@ -144,6 +156,7 @@ def finish_failed_repeated(lab: Laboratory) -> Body:
     assert (run["a"].attempt, run["a"].failures) == (2, 1)
 
 
+@meets("finish_task_runs", "finish_task_runs", "finish_task_run")
 def finish_across(lab: Laboratory) -> Body:
     """Two batches finish the same executions in crossing order and wait for the middle one: no deadlock."""
     run = lab.start("three")
@@ -153,6 +166,7 @@ def finish_across(lab: Laboratory) -> Body:
     assert (answers.count("accepted"), answers.count("repeated")) == (3, 4)
 
 
+@meets("finish_task_run", "reap_expired_leases")
 def finish_reap(lab: Laboratory) -> Body:
     """HD-18: a late finish and the reaper: one of them has the task run, and the other nothing."""
     run, owner = _claimed(lab, "chain")
@@ -165,6 +179,7 @@ def finish_reap(lab: Laboratory) -> Body:
     assert (after.dispatch_id, after.reaps) == (before.dispatch_id, reaped)
 
 
+@meets("finish_task_run", "reap_expired_leases")
 def finish_failed_reap(lab: Laboratory) -> Body:
     """The same of a failure with an attempt left: the next attempt, or the same once more."""
     run, owner = _claimed(lab, "again")
@@ -173,6 +188,7 @@ def finish_failed_reap(lab: Laboratory) -> Body:
     assert (answer, reaped, run["a"].attempt) in [("accepted", 0, 2), ("fenced", 1, 1)]
 
 
+@meets("finish_task_run", "reap_expired_leases")
 def finish_time_limit(lab: Laboratory) -> Body:
     """A finish past the time limit and the reaper: accepted, or a timed-out attempt, never both."""
     run, owner = _claimed(lab, "limited")
@@ -183,6 +199,7 @@ def finish_time_limit(lab: Laboratory) -> Body:
     assert run.state == ("succeeded" if answer == "accepted" else "failed")
 
 
+@meets("finish_task_run", "reap_expired_leases")
 def finish_last_reap(lab: Laboratory) -> Body:
     """The reaper gives up for good while the finish comes: what it fails stays failed, and is settled."""
     run, owner = _claimed(lab, "fragile")
@@ -193,6 +210,7 @@ def finish_last_reap(lab: Laboratory) -> Body:
     assert run.states() == {"a": "succeeded" if answer == "accepted" else "failed", "b": "succeeded"}
 
 
+@meets("finish_task_run", "cancel_run")
 def finish_cancel(lab: Laboratory) -> Body:
     """A success is accepted whenever it comes, and the cancel takes what waits."""
     run, owner = _claimed(lab, "chain")
@@ -203,6 +221,7 @@ def finish_cancel(lab: Laboratory) -> Body:
     assert run.state == "cancelled"
 
 
+@meets("finish_task_run", "cancel_run")
 def finish_failed_cancel(lab: Laboratory) -> Body:
     """A failure with an attempt left, put back in line just as the run is cancelled, does not run again."""
     run, owner = _claimed(lab, "again")
@@ -216,6 +235,7 @@ def finish_failed_cancel(lab: Laboratory) -> Body:
 # --- the lease ---
 
 
+@meets("renew_leases", "reap_expired_leases")
 def renew_reap(lab: Laboratory) -> Body:
     """A renewal that comes late: the lease lives on, or the reaper has it and the worker is told so."""
     run, owner = _claimed(lab, "one")
@@ -226,6 +246,7 @@ def renew_reap(lab: Laboratory) -> Body:
     assert extended is (True if outcome == "held" else None)
 
 
+@meets("renew_leases", "finish_task_run")
 def renew_finish(lab: Laboratory) -> Body:
     """A renewal neither delays a finish nor brings back what has ended."""
     run, owner = _claimed(lab, "one")
@@ -236,6 +257,7 @@ def renew_finish(lab: Laboratory) -> Body:
     assert 1 not in lab.blocked
 
 
+@meets("renew_leases", "assert_lease finish_task_run")
 def renew_handler_transaction(lab: Laboratory) -> Body:
     """A renewal does not wait for a handler inside its own transaction, nor calls it lost before it ends."""
     _, owner = _claimed(lab, "one")
@@ -247,6 +269,7 @@ def renew_handler_transaction(lab: Laboratory) -> Body:
     assert outcome != "lost" or committed < max(i for i, at in enumerate(lab.trace) if "renew_leases" in at)
 
 
+@meets("assert_lease finish_task_run", "reap_expired_leases")
 def handler_transaction_reap(lab: Laboratory) -> Body:
     """A handler's own transaction and the reaper: its writes are there if and only if its finish is."""
     run, owner = _claimed(lab, "one")
@@ -259,6 +282,7 @@ def handler_transaction_reap(lab: Laboratory) -> Body:
     assert effects == 1 - reaped
 
 
+@meets("assert_lease finish_task_run", "cancel_run")
 def handler_transaction_cancel(lab: Laboratory) -> Body:
     """A handler's own transaction holds its row; cancel does not wait for it."""
     run, owner = _claimed(lab, "chain")
@@ -268,6 +292,7 @@ def handler_transaction_cancel(lab: Laboratory) -> Body:
     assert run.states() == {"a": "succeeded", "b": "cancelled"}
 
 
+@meets("release_task_run", "reap_expired_leases")
 def release_reap(lab: Laboratory) -> Body:
     """A crash that the parent reports and the reaper finds too counts once."""
     run, owner = _claimed(lab, "one")
@@ -278,6 +303,7 @@ def release_reap(lab: Laboratory) -> Body:
     assert _unpublished(lab, run) == 1
 
 
+@meets("release_task_run", "cancel_run")
 def release_cancel(lab: Laboratory) -> Body:
     """What is given back as its run is cancelled is not offered again."""
     run, owner = _claimed(lab, "chain")
@@ -289,6 +315,7 @@ def release_cancel(lab: Laboratory) -> Body:
     assert run["a"].fencing_token == 1
 
 
+@meets("reap_expired_leases", "cancel_run")
 def reap_cancel(lab: Laboratory) -> Body:
     """The same of what the reaper takes back."""
     run, _ = _claimed(lab, "chain")
@@ -300,6 +327,7 @@ def reap_cancel(lab: Laboratory) -> Body:
     assert run["a"].fencing_token == 1
 
 
+@meets("assert_lease finish_task_run", "reap_expired_leases")
 def reap_handler_transactions(lab: Laboratory) -> Body:
     """Two executions end in crossing order inside transactions of their own while the reaper takes both."""
     run = lab.start("two")
@@ -315,3 +343,20 @@ def reap_handler_transactions(lab: Laboratory) -> Body:
 
     answers, reaped = yield [both(), call("reap_expired_leases")]
     assert answers.count("WF006") == reaped
+
+
+@meets("report_progress", "report_progress")
+def progress_progress(lab: Laboratory) -> Body:
+    """Two reports of one execution: one row, of whichever came last."""
+    run, owner = _claimed(lab, "one")
+    reported = yield [_report(owner, 0.25), _report(owner, 0.5)]
+    assert reported == [True, True]
+    last = 0.5 if lab.before("1: commit", "2: commit") else 0.25
+    assert (
+        lab.value("select fraction from flowforge.progress where task_run_id = %s", run["a"].task_run_id)
+        == last
+    )
+
+
+def _report(claimed: Any, fraction: float) -> Program:
+    return call("report_progress", claimed.task_run_id, claimed.fencing_token, fraction, None)

@@ -76,6 +76,7 @@ class Session:
         self.place = ""
         self.steps = 0
         self.result: Any = None
+        self.called: set[str] = set()
         self._laboratory = laboratory
         self._connection = laboratory.database.connect()
         self._connection.execute(f"set flowforge_test.session = {number}; set deadlock_timeout = '10ms'")
@@ -116,6 +117,7 @@ class Session:
         self.done = False
         self.steps = 0
         self.result = None
+        self.called = set()
         self._advance(lambda: next(program))
         self.wait()
 
@@ -184,6 +186,7 @@ class Session:
             self.done = not self._in_transaction
             return
         if isinstance(self._next, Call):
+            self.called.add(self._next.function)
             text = psycopg.ClientCursor(self._connection).mogrify(self._next.sql, self._next.arguments)
             self._send(text if self._in_transaction else f"begin; {text}")
             self._in_transaction = True
@@ -330,9 +333,9 @@ class Laboratory:
         self.tick()
         return run
 
-    def expire(self) -> None:
+    def expire(self, after: str = "1 hour") -> None:
         """Let every lease and delay run out, with a scheduler that was there all the time."""
-        self.clock.advance("1 hour")
+        self.clock.advance(after)
         self.value("update flowforge.scheduler set reaper_ticked_at = flowforge._clock() returning true")
 
     def claim(self, row: Any, lease: str = "30 s") -> Any:

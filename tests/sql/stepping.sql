@@ -103,7 +103,8 @@ begin
     delete from flowforge_test.claimed c where c.task_run_id = any (v_ids);
     delete from flowforge_test.accepted a where a.task_run_id = any (v_ids);
     delete from flowforge_test.effect e where e.task_run_id = any (v_ids);
-    update flowforge.queue set paused_at = null, window_size = null, drain_rate = 0, sampled_window = 0, sampled_at = null;
+    delete from flowforge.worker;
+    update flowforge.queue set paused_at = null, window_size = null, redispatch_delay = '30 s', drain_rate = 0, sampled_window = 0, sampled_at = null;
     update flowforge.scheduler set asleep = false, reaper_ticked_at = null, reaper_period = '0', gaps = '{}';
 end
 $$;

@@ -8,7 +8,15 @@ import pytest
 from pytest_postgresql.executors import NoopExecutor
 
 from tests.services.postgres import PostgresServer
-from tests.sql import races_batches, races_delivery, races_dispatch, races_run, races_worker, sequences
+from tests.sql import (
+    races_batches,
+    races_delivery,
+    races_dispatch,
+    races_run,
+    races_three,
+    races_worker,
+    sequences,
+)
 from tests.sql.explore import explore, scenarios
 from tests.sql.instrument import FUNCTIONS, functions
 from tests.sql.mutants import MUTANTS, Mutant
@@ -16,7 +24,9 @@ from tests.sql.programs import define_workflows
 from tests.sql.stepping import Laboratory, SqlError
 
 SEQUENCES = scenarios(sequences)
-SCENARIOS = scenarios(races_worker, races_run, races_dispatch, races_delivery, races_batches) | SEQUENCES
+SCENARIOS = (
+    scenarios(races_worker, races_run, races_dispatch, races_delivery, races_batches, races_three) | SEQUENCES
+)
 
 
 @pytest.fixture(scope="module")
