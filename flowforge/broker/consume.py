@@ -9,11 +9,29 @@ from typing import Any
 
 import pika
 import pika.exceptions
+import pika.spec
 
 from flowforge.broker.connection import Client, Steps, cause, unusable
 from flowforge.config import Config
 from flowforge.db import Backoff
 from flowforge.errors import BrokerForbidden
+
+
+class _Properties(pika.BasicProperties):  # type: ignore[misc]  # pika has no types
+    """The properties of a message as far as they can be read.
+
+    pika raises in the middle of a connection over a header that Python has no value for, such as a time far
+    ahead. The broker would deliver that message again on the next connection, and so on without an end."""
+
+    def decode(self, encoded: bytes, offset: int = 0) -> pika.BasicProperties:
+        try:
+            return super().decode(encoded, offset)
+        except Exception:  # noqa: BLE001 -- whatever a stranger wrote; the body alone says what to do
+            self.headers = None
+            return self
+
+
+pika.spec.props[pika.BasicProperties.INDEX] = _Properties
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,14 @@
 """What a worker does with RabbitMQ's messages: when it acknowledges, gives back, puts aside."""
 
+import functools
 import json
+import struct
 import threading
 import uuid
 from typing import Any
 
+import pika
+import pika.data
 import pytest
 
 from flowforge.broker import ConsumeChannel, Delivery, Message, PublishChannel
@@ -112,6 +116,70 @@ def test_unreadable_messages_go_to_the_dead_letters(rabbit_bench: Bench, rabbit_
         wait_until(lambda: queued(bench, rabbit_server, "dead") == len(unreadable), "the dead letters")
     assert_acknowledged(bench, rabbit_server)
     assert worker.counts["unreadable"] == len(unreadable)
+
+
+class Raw(bytes):
+    """The value of a header as it is sent, its type first."""
+
+
+# What RabbitMQ passes on, and pika or Python have no value for, or one that is not a text.
+STRANGE_HEADERS: dict[str, Any] = {
+    "far ahead": Raw(b"T" + struct.pack(">Q", 2**63)),
+    "past all years": Raw(b"T" + struct.pack(">Q", 2**40)),
+    "tiny": Raw(b"D" + struct.pack(">Bi", 255, -1)),
+    "no text": Raw(b"S" + struct.pack(">I", 2) + b"\xff\xfe"),
+    "bytes": Raw(b"x" + struct.pack(">I", 2) + b"\x00\xff"),
+    "nothing": Raw(b"V"),
+    "deep": functools.reduce(lambda inner, _: [inner], range(400), list[Any]()),
+    "traceparent": Raw(b"l" + struct.pack(">q", -1)),
+}
+
+
+def test_strange_headers_and_properties_are_not_looked_at(
+    rabbit_bench: Bench, rabbit_server: RabbitServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that cannot be read costs neither its message nor the connection, which would bring the
+    message again and again."""
+    encode_value: Any = pika.data.encode_value
+
+    def encode(pieces: list[bytes], value: Any) -> Any:
+        if not isinstance(value, Raw):
+            return encode_value(pieces, value)
+        pieces.append(value)
+        return len(value)
+
+    monkeypatch.setattr(pika.data, "encode_value", encode)
+    bench, witness = rabbit_bench, Witness()
+    bench.define(witness.workflow)
+    bench.never_redispatch()
+    exchange = f"{bench.config.namespace}.flowforge"
+    runs = bench.trigger_many(witness.workflow, 2)
+    wait_until(lambda: queued(bench, rabbit_server) == 2, "two messages")
+    with pika.BlockingConnection(pika.URLParameters(bench.config.amqp_urls[0])) as connection:
+        channel = connection.channel()
+        channel.queue_purge(f"{exchange}.default")
+        for name, value in STRANGE_HEADERS.items():
+            headers = {name: value, "traceparent": name}
+            for body in (body_of(bench, runs[0]), b"\xff"):
+                channel.basic_publish(exchange, "default", body, pika.BasicProperties(headers=headers))
+        strange: Any = b"\xff\xfe"
+        properties = pika.BasicProperties(
+            *(strange, strange), priority=255, correlation_id=strange, reply_to=strange, expiration="600000"
+        )
+        properties.message_id = properties.type = properties.app_id = strange
+        properties.timestamp = 2**64 - 1
+        channel.basic_publish(exchange, "default", body_of(bench, runs[1]), properties)
+        channel.basic_publish(exchange, "default", b"{}", properties)
+    with bench.worker(witness.workflow) as worker:
+        claimer: Any = worker.worker._claimer
+        generation = claimer.channel.generation
+        assert bench.wait_run(*runs) == ["succeeded", "succeeded"]
+        unreadable = len(STRANGE_HEADERS) + 1
+        wait_until(lambda: queued(bench, rabbit_server, "dead") == unreadable, "the dead letters")
+        assert claimer.channel.generation == generation
+    assert_acknowledged(bench, rabbit_server)
+    assert worker.counts["unreadable"] == unreadable
+    assert len(witness.executions) == 2
 
 
 def test_a_message_of_another_database_is_dropped(rabbit_bench: Bench, rabbit_server: RabbitServer) -> None:
