@@ -128,10 +128,16 @@ class Crossing:
 
     @property
     def meeting(self) -> tuple[frozenset[str], ...]:
-        return tuple(frozenset(ACTORS[each][0].split()) for each in self._actors)
+        # Of a cancelled run nothing is fetched, so that there is nothing to mark.
+        nothing = {"mark_published", "mark_refused", "mark_unpublishable"} if self._cancelled else set()
+        return tuple(frozenset(ACTORS[each][0].split()) - nothing for each in self._actors)
+
+    @property
+    def _cancelled(self) -> bool:
+        return "leftovers" in self._actors
 
     def __call__(self, lab: Laboratory) -> Body:
-        place = Place.make(lab, cancelled="leftovers" in self._actors)
+        place = Place.make(lab, cancelled=self._cancelled)
         if "resume" in self._actors:
             lab.value("select flowforge.pause_queue('default')")
         answers = yield [ACTORS[each][1](place) for each in self._actors]

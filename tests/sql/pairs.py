@@ -115,6 +115,11 @@ NEVER = [
         "it moves the time of what is ready, which the other takes as it is or does not ask for",
     ),
     ("set_limit", "set_limit", "one row, which the second waits for, and then reads anew"),
+    (
+        "cancel_leftovers",
+        "mark_published mark_refused mark_unpublishable",
+        "a mark changes an order that its publisher holds; what is left over is found without orders",
+    ),
     ("cancel_leftovers", _HOLDS, "what runs is left alone, and who renews reads one mark of the run"),
 ]
 

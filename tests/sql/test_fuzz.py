@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
+import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
@@ -233,6 +234,7 @@ def _afterwards(engine: Engine) -> None:
         engine.rows(f"select * from flowforge.{view}")
 
 
+@pytest.mark.timeout(3600)
 def test_hostile_calls(engine: Engine) -> None:
     longer = os.environ.get("FLOWFORGE_TEST_EXAMPLES")
     engine.rows("set local statement_timeout = '10 s'")
