@@ -20,7 +20,7 @@ from tests.sql.helpers import Engine, task
 from tests.sql.test_arguments import functions
 
 # Of each function, with every change; always the same ones.
-EXAMPLES = 12
+EXAMPLES = 25
 
 HOSTILE_TEXTS = (
     *(
@@ -40,6 +40,16 @@ KNOWN_TEXTS = (
     *("w", "a", "b", "m", "default", "worker", "succeeded", "failed", "cancelled", "unstarted", "shutdown"),
     *("crashed", "unknown_handler", "max_tasks", "notify", "max_payload_bytes", "key"),
 )
+# By argument, so that what is hostile about a call is mostly another one.
+RIGHT = {
+    "workflow": ("w",),
+    "queue": ("default",),
+    "queues": ("{default}",),
+    "name": ("max_tasks", "notify"),
+    "outcome": ("succeeded", "failed", "cancelled"),
+    "reason": ("unstarted", "shutdown", "crashed", "unknown_handler"),
+    "from_task": ("a", "d", "u"),
+}
 INTERVALS = (
     *(
         "0",
@@ -153,7 +163,12 @@ class Values:
         if engine.connection.info.server_version >= 170_000:
             self._of["interval"] |= st.sampled_from(["infinity", "-infinity"])
 
-    def of(self, kind: str) -> st.SearchStrategy[str | None]:
+    def of(self, argument: str, kind: str) -> st.SearchStrategy[str | None]:
+        if argument in RIGHT:
+            return st.sampled_from(RIGHT[argument]) | self._any(kind)
+        return self._any(kind)
+
+    def _any(self, kind: str) -> st.SearchStrategy[str | None]:
         if kind.endswith("[]"):
             elements = st.lists(st.none() | self._of[kind[:-2]], max_size=3)
             given_some = st.lists(self._of[kind[:-2]], min_size=1, max_size=3)
@@ -162,7 +177,9 @@ class Values:
         return st.one_of(self._of[kind], self._of[kind], self._of[kind], st.none())
 
     def call(self, function: Any) -> st.SearchStrategy[tuple[Any, list[str | None]]]:
-        return st.tuples(st.just(function), st.tuples(*map(self.of, function.types)).map(list))
+        return st.tuples(
+            st.just(function), st.tuples(*map(self.of, function.arguments, function.types)).map(list)
+        )
 
 
 def _middle(engine: Engine) -> None:
