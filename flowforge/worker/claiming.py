@@ -1,4 +1,4 @@
-"""Claiming dispatches: what both deliveries share, and the delivery by PostgreSQL alone.
+"""Claiming dispatches: what both deliveries share.
 
 One claim is under way at a time, for as many task runs as there are free slots, so that a worker never has
 two undecided deliveries of one dispatch. A call whose outcome is not known is repeated whole, with the same
@@ -9,26 +9,21 @@ was decided, won or lost, and not before.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import psycopg
 
 from flowforge import db, log, threads
 from flowforge.config import Config
-from flowforge.crash import crash_point
 from flowforge.errors import first_line
-from flowforge.listen import hears
-from flowforge.waking import Waker, readable
+from flowforge.waking import Waker
 from flowforge.worker.claim import (
-    BARE_CLAIM_NEXT,
-    CLAIM_NEXT,
     CLAIM_TASK_RUNS,
     TRACEPARENTS,
     Answer,
@@ -42,10 +37,6 @@ from flowforge.worker.leases import LeaseKeeper
 from flowforge.worker.session import CALL_LIMIT, Session, Unanswered, longer
 
 _log = log.of("worker")
-
-TRY_AGAIN_AFTER = 60.0
-"""Seconds after which a worker that could not try whether notifications reach it does so."""
-
 
 TRACEPARENTS_LIMIT = 5.0
 """Seconds that handlers wait for the traces that they belong to, at most."""
@@ -65,6 +56,9 @@ class Parts(NamedTuple):
 
 _MOST_TOO_MUCH = 2
 """How often a claim is asked for whose answer seems to be too much."""
+
+_LONGEST_PART = 4 * CALL_LIMIT
+"""Seconds that what one handler gets may take to arrive, at its last try."""
 
 _SINGLY_FOR = 600.0  # seconds for which single ones are claimed then: what comes next may be as much
 
@@ -176,8 +170,8 @@ class Claimer(ABC):
                 if exc.sent and first is None:
                     first = last
                 too_much += exc.too_much
-                if exc.too_much and bare:
-                    limit = longer(limit)
+                if bare:
+                    limit = longer(limit) if exc.too_much else limit
                 elif too_much == _MOST_TOO_MUCH and first is not None:
                     raise TooMuch(str(exc), first) from exc
             except psycopg.Error as exc:
@@ -218,53 +212,69 @@ class Claimer(ABC):
         held = [Execution(answer.claim, *sent) for answer in found if answer.claim is not None]
         self.parts.executor.give_back(slots - len(held))
         self.parts.keeper.hold(held)
-        for each in held:
-            self._complete(each, claim_id, sent)
+        self._complete(held, claim_id, sent)
 
-    def _complete(self, held: Execution, claim_id: UUID, sent: Sent) -> None:
-        """Ask for what the handler of a task run gets that is claimed under this id, and run it."""
-        parts, claim, limit = self.parts, held.claim, CALL_LIMIT
-        arguments = [claim.task_run_id], [claim.dispatch_id], parts.worker, claim_id, parts.config.lease
-        found, last = list[Answer](), sent.last
-        while not self.stopping:
+    def _complete(self, held: Sequence[Execution], claim_id: UUID, sent: Sent) -> None:
+        """Ask for what the handler of each task run gets that is claimed under this id, and run it. One whose
+        answer is too much waits for the others and is given more time; after some tries it is given back, and
+        that counts."""
+        parts, waiting = self.parts, deque((each, CALL_LIMIT) for each in held)
+        while waiting and not self._given_up.is_set():
+            each, limit = waiting.popleft()
+            if self.stopping:
+                self._leave(each, Release("unstarted"))
+                continue
+            claim = each.claim
+            arguments = [claim.task_run_id], [claim.dispatch_id], parts.worker, claim_id, parts.config.lease
             last = time.monotonic()
             try:
-                found = answers(self.session.call(CLAIM_TASK_RUNS, arguments, limit=limit))
-                break
+                [answer] = answers(self.session.call(CLAIM_TASK_RUNS, arguments, limit=limit))
             except Unanswered as exc:
-                if exc.too_much:
-                    limit = longer(limit)
+                if not exc.too_much:
+                    waiting.appendleft((each, limit))
+                elif limit < _LONGEST_PART:
+                    waiting.append((each, longer(limit)))
+                else:
+                    each.broken_off = f"what its handler gets does not arrive: {exc}"
+                    self._leave(each, Release("crashed"))
             except psycopg.Error as exc:
                 self.session.stuck(exc)
-                if not db.is_transient(exc):
-                    # It cannot be read, perhaps. Its lease runs out, which is counted.
-                    _log.error("what a handler gets is refused; leaving it", task_run=claim.task_run_id,
-                               error=first_line(exc))  # fmt: skip
-                    break
+                if db.is_transient(exc):
+                    waiting.appendleft((each, limit))
+                else:
+                    each.broken_off = f"what its handler gets cannot be read: {first_line(exc)}"
+                    self._leave(each, Release("crashed"))
+            else:
+                if answer.claim is not None:
+                    self._execute([answer.claim], Sent(sent.first, last), instead_of=[each])
+                else:
+                    parts.keeper.forget([each])
+                    parts.executor.give_back(1)
+                continue
             self._step_aside()
-            if self._given_up.wait(self.session.pause()):
-                return
-        else:
-            parts.executor.give_back(1)
-            parts.finisher.put(held, Release("unstarted"))
-            return
-        if won := [answer.claim for answer in found if answer.claim is not None]:
-            self._execute(won, Sent(sent.first, last))
-        else:
-            parts.executor.give_back(1)
-        parts.keeper.forget([held])
+            self._given_up.wait(self.session.pause())
+
+    def _leave(self, execution: Execution, release: Release) -> None:
+        """Give back a task run that is held and has a slot, and will not be run."""
+        if release.reason == "crashed":
+            claim = execution.claim
+            _log.error("giving a task run back", run=claim.run_id, task_run=claim.task_run_id,
+                       error=execution.broken_off)  # fmt: skip
+        self.parts.executor.give_back(1)
+        self.parts.finisher.put(execution, release)
 
     def _more_at_once(self) -> None:
         """A claim went well: the next one may be for more."""
         if time.monotonic() >= self._singly_until:
             self._most = min(2 * self._most, self.parts.config.concurrency)
 
-    def _execute(self, claims: Sequence[Claim], sent: Sent) -> None:
-        """Run what was won, each in a slot reserved for it."""
+    def _execute(self, claims: Sequence[Claim], sent: Sent, *, instead_of: Sequence[Execution] = ()) -> None:
+        """Run what was won, each in a slot reserved for it; `instead_of` what was held for these."""
         executor, finisher = self.parts.executor, self.parts.finisher
         self.parts.counts["claimed"] += len(claims)
         executions = [Execution(claim, *sent) for claim in claims]
         self.parts.keeper.hold(executions)
+        self.parts.keeper.forget(instead_of)
         if self.parts.config.tracing:
             self._ask_for_traces(executions)
         known = []
@@ -299,103 +309,3 @@ class Claimer(ABC):
             return
         for execution, (traceparent,) in zip(executions, rows, strict=True):
             execution.claim = execution.claim._replace(traceparent=traceparent)
-
-
-class QueueClaimer(Claimer):
-    """Takes dispatches from PostgreSQL by claim_next, woken by NOTIFY and looking by itself every poll
-    interval."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self._hears: bool | None = None  # not known
-        self._try_again_at = float("inf")
-
-    def _turn(self) -> None:
-        config = self.parts.config
-        slots = self._reserve(self._most, timeout=1.0)
-        if slots == 0:
-            return
-        claim_id = uuid4()
-        arguments = [list(config.queues), self.parts.worker, claim_id, config.lease, slots]
-        try:
-            found, sent = self._claim(CLAIM_NEXT, *arguments)
-        except TooMuch as exc:
-            self._claim_in_parts(exc, BARE_CLAIM_NEXT, arguments, claim_id, slots)
-            return
-        except (psycopg.Error, Unanswered) as exc:
-            self.parts.executor.give_back(slots)
-            if isinstance(exc, psycopg.Error):
-                self._refused(exc, slots)
-            return
-        self._more_at_once()
-        self.parts.executor.give_back(slots - len(found))
-        if found:
-            self._forget_notifications()
-            crash_point("worker:after-claim-commit")
-            self._execute([answer.claim for answer in found if answer.claim is not None], sent)
-        else:
-            self._wait(config.poll_interval * random.uniform(0.8, 1.0))  # noqa: S311 -- jitter, not a secret
-
-    def _refused(self, exc: psycopg.Error, slots: int) -> None:
-        """Try again: at once with a single one, when more may be the reason, else later."""
-        if db.is_transient(exc):
-            _log.warning("claim refused; trying again", error=first_line(exc))
-            self.session.stuck(exc)
-        elif slots > 1:
-            _log.warning("claim refused; trying a single one", error=first_line(exc), count=slots)
-            self._most = 1
-            return
-        else:
-            _log.error("claim of a single one refused; trying again later", error=first_line(exc))
-            self._most = 1
-            self.session.stuck(exc)
-        self.waker.wait(self.session.pause())
-
-    def _connected(self, conn: db.Connection) -> None:
-        # The connection that claims can listen too: it is in autocommit mode and in no transaction while it
-        # waits, each claim is a short one of its own, and what arrives meanwhile is kept for `_wait`.
-        if self._hears is None:
-            try:
-                self._hears = hears(conn, self.session.connect)
-            except psycopg.Error as exc:
-                if db.connection_useless(conn, exc):
-                    raise
-                # The server's queue of notifications may be full. That is no reason not to work.
-                _log.warning("LISTEN cannot be tried; polling until it can", error=first_line(exc))
-                self._try_again_at = time.monotonic() + TRY_AGAIN_AFTER
-                return
-            if not self._hears:
-                _log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
-        if self._hears:
-            conn.execute("listen flowforge_outbox")
-
-    def _wait(self, seconds: float) -> None:
-        """Until notified, told to stop, or the time is over."""
-        conn = self.session.connection
-        if conn is None or not self._hears:
-            self.waker.wait(seconds)
-            if self._hears is None and time.monotonic() >= self._try_again_at:
-                self.session.close()  # the next one tries
-            return
-        # What arrived while the claim was under way is not to be seen on the socket any more.
-        if self._forget_notifications():
-            return
-        try:
-            readable(seconds, conn.fileno(), self.waker.fileno())
-        except (psycopg.Error, OSError) as exc:
-            self.session.give_up(exc)
-        self._forget_notifications()
-
-    def _forget_notifications(self) -> bool:
-        """Take all that have arrived, since one claim answers them all; whether there were any. They would
-        gather while there is much to do, and be taken for as many reasons to look again when there is not."""
-        conn = self.session.connection
-        if conn is None or not self._hears:
-            return False
-        try:
-            with db.guard(conn, 5):
-                return sum(1 for _ in conn.notifies(timeout=0)) > 0
-        except (psycopg.Error, OSError) as exc:
-            # The next claim makes another, and looks at everything.
-            self.session.give_up(exc)
-            return False

@@ -36,8 +36,9 @@ from flowforge.health import Health
 from flowforge.metrics import Metric, counted, of_daemon, serving
 from flowforge.stopping import Stop, signals
 from flowforge.worker.children import Children
-from flowforge.worker.claiming import Claimer, Parts, QueueClaimer
+from flowforge.worker.claiming import Claimer, Parts
 from flowforge.worker.context import Context
+from flowforge.worker.dispatches import QueueClaimer
 from flowforge.worker.execution import StopReason
 from flowforge.worker.executor import Executor, Handler
 from flowforge.worker.finishing import Finisher

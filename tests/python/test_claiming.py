@@ -10,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from flowforge import db as database
 from flowforge import listen
-from flowforge.worker import claiming
+from flowforge.worker import claiming, dispatches
 from flowforge.worker.claim import (
     BARE_CLAIM_NEXT,
     BARE_CLAIM_TASK_RUNS,
@@ -111,7 +111,7 @@ def test_a_worker_that_cannot_try_to_listen_polls_and_tries_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As while the server's queue of notifications is full: work goes on, and the worker is woken later."""
-    monkeypatch.setattr(claiming, "TRY_AGAIN_AFTER", 0.0)
+    monkeypatch.setattr(dispatches, "TRY_AGAIN_AFTER", 0.0)
     full = True
 
     def refused_while_full(conn: database.Connection, connect: Callable[[], database.Connection]) -> bool:
@@ -119,7 +119,7 @@ def test_a_worker_that_cannot_try_to_listen_polls_and_tries_again(
             conn.execute("select 1 / 0")
         return listen.hears(conn, connect)
 
-    monkeypatch.setattr(claiming, "hears", refused_while_full)
+    monkeypatch.setattr(dispatches, "hears", refused_while_full)
     witness = Witness()
     bench.define(witness.workflow)
     with bench.worker(witness.workflow) as worker:
@@ -149,6 +149,19 @@ def too_much_at_first(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None])
     monkeypatch.setattr(Session, "call", call)
 
 
+def claimed_in_parts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, witness: Witness, then: Callable[[], None] = lambda: None
+) -> list[int]:
+    """Three runs whose task runs are ready, and whose claim's answer will be too much."""
+    too_much_at_first(monkeypatch, then)
+    bench.define(witness.workflow)
+    bench.never_redispatch()
+    runs = bench.trigger_many(witness.workflow, 3)
+    for run in runs:
+        bench.wait_state(run, "task", "ready")
+    return runs
+
+
 def test_what_waits_its_turn_in_parts_is_held(any_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts before may take longer than the leases of the rest, which may be shorter than the worker's
     own."""
@@ -161,12 +174,7 @@ def test_what_waits_its_turn_in_parts_is_held(any_bench: Bench, monkeypatch: pyt
         latest = bench.one(ends.format("max"))
         wait_until(lambda: bench.one(ends.format("min")) > latest, "the leases of all to be extended")
 
-    too_much_at_first(monkeypatch, await_renewal)
-    bench.define(witness.workflow)
-    bench.never_redispatch()
-    runs = bench.trigger_many(witness.workflow, 3)
-    for run in runs:
-        bench.wait_state(run, "task", "ready")
+    runs = claimed_in_parts(bench, monkeypatch, witness, await_renewal)
     with bench.worker(witness.workflow, concurrency=3, lease=3600) as worker:
         assert bench.wait_run(*runs) == ["succeeded"] * 3
         wait_until(lambda: worker.worker._executor._slots._free == 3, "free slots")
@@ -187,17 +195,96 @@ def test_what_a_stopping_worker_has_claimed_in_parts_is_given_back(
         workers[0].asked.request()
         wait_until(lambda: workers[0].worker._claimer.stopping, "the stop")
 
-    too_much_at_first(monkeypatch, stop)
-    bench.define(witness.workflow)
-    bench.never_redispatch()
-    runs = bench.trigger_many(witness.workflow, 3)
-    for run in runs:
-        bench.wait_state(run, "task", "ready")
+    claimed_in_parts(bench, monkeypatch, witness, stop)
     with bench.worker(witness.workflow, concurrency=3) as worker:
         workers.append(worker)
         assert worker.wait_ended() == 0
     assert len(witness.executions) <= 1, "what was asked for when it was told to stop"
     assert bench.one("select count(*) from flowforge.task_run where state = 'running'") == 0
+
+
+def test_a_part_that_is_not_won_any_more_costs_no_slot(
+    any_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, witness, finished = any_bench, Witness(lease=3600), list[int]()
+
+    def finish_one() -> None:
+        if not finished:
+            finish = "flowforge.finish_task_run(task_run_id, fencing_token, 'succeeded', '1')"
+            query = f"select run_id, {finish} from flowforge.task_run where state = 'running' limit 1"
+            [(run, _)] = bench.all(query)
+            finished.append(run)
+
+    runs = claimed_in_parts(bench, monkeypatch, witness, finish_one)
+    with bench.worker(witness.workflow, concurrency=4) as worker:
+        assert bench.wait_run(*runs) == ["succeeded"] * 3
+        wait_until(lambda: worker.worker._executor._slots._free == 4, "free slots")
+        assert worker.worker._keeper.held == 0
+    assert len(witness.executions) == 2
+
+
+def test_what_never_arrives_fails_and_holds_nothing_up(
+    any_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given back as crashed after some tries, which counts; the others have been run by then."""
+    monkeypatch.setattr(claiming, "_LONGEST_PART", 0.0)
+    bench, witness = any_bench, Witness(lease=3600, max_reaps=0)
+    runs = claimed_in_parts(bench, monkeypatch, witness)
+    much, patched = bench.task(runs[0], "task")["task_run_id"], Session.call
+
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        rows = patched(self, query, params, **options)
+        if query == CLAIM_TASK_RUNS and rows[0][2] == much:
+            raise Unanswered("out of memory for query result", sent=True, too_much=True)
+        return rows
+
+    monkeypatch.setattr(Session, "call", call)
+    with bench.worker(witness.workflow, concurrency=3) as worker:
+        assert bench.wait_run(*runs) == ["failed", "succeeded", "succeeded"]
+        wait_until(lambda: worker.worker._executor._slots._free == 3, "free slots")
+    assert "what its handler gets does not arrive: out of memory" in bench.task(runs[0], "task")["error"]
+
+
+@pytest.mark.parametrize("sqlstate", ["XX001", "55P03"])
+def test_what_cannot_be_read_fails_and_what_is_only_locked_does_not(
+    any_bench: Bench, monkeypatch: pytest.MonkeyPatch, sqlstate: str
+) -> None:
+    bench, witness, refused = any_bench, Witness(lease=3600, max_reaps=0), list[int]()
+    runs = claimed_in_parts(bench, monkeypatch, witness)
+    broken, patched = bench.task(runs[0], "task")["task_run_id"], Session.call
+
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        if query == CLAIM_TASK_RUNS and params[0] == [broken] and (sqlstate == "XX001" or not refused):
+            refused.append(broken)
+            query = f"do $$ begin raise exception 'no' using errcode = '{sqlstate}'; end $$"
+            params = []
+        return patched(self, query, params, **options)
+
+    monkeypatch.setattr(Session, "call", call)
+    with bench.worker(witness.workflow, concurrency=3) as worker:
+        first = "failed" if sqlstate == "XX001" else "succeeded"
+        assert bench.wait_run(*runs) == [first, "succeeded", "succeeded"]
+        wait_until(lambda: worker.worker._executor._slots._free == 3, "free slots")
+    assert refused
+
+
+def test_a_connection_lost_while_a_claim_is_asked_for_in_parts_breaks_nothing(
+    any_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the database hangs, until it is restarted: that looks like too much for a while."""
+    bench, witness = any_bench, Witness(lease=3600)
+    runs = claimed_in_parts(bench, monkeypatch, witness)
+    patched, failures = Session.call, [True, True, False]
+
+    def call(self: Session, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        if query in (BARE_CLAIM_NEXT, BARE_CLAIM_TASK_RUNS) and failures:
+            raise Unanswered("no answer", sent=True, too_much=failures.pop(0))
+        return patched(self, query, params, **options)
+
+    monkeypatch.setattr(Session, "call", call)
+    with bench.worker(witness.workflow, concurrency=3):
+        assert bench.wait_run(*runs) == ["succeeded"] * 3
+    assert not failures
 
 
 def test_an_answer_that_does_not_arrive_is_asked_for_in_parts(
