@@ -134,7 +134,7 @@ declare
 begin
     perform flowforge._require_read_committed('fail_undeliverable');
     perform flowforge._check_count('max_rows', fail_undeliverable.max_rows);
-    -- Not started in time, or with nothing to publish but what was parked. The windows and the parked rows are few.
+    -- Not started in time, or not to be published any more. The windows and the parked rows are few.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where tr.stage = 'dispatched' and tr.start_deadline <= v_now
         limit fail_undeliverable.max_rows for no key update skip locked);
@@ -146,16 +146,20 @@ begin
               order by f.task_run_id) p
         cross join lateral (select tr.task_run_id from flowforge.task_run tr
             where tr.task_run_id = p.task_run_id and tr.state = 'ready' for no key update skip locked) l);
+    -- What is still to be published is waited for. An order that was written after one was parked replaces that; no earlier one
+    -- does, though it was published, even later or under a greater id: its message may have been given back or lost before.
     v_parked := array(select tr.task_run_id from flowforge.task_run tr
         where tr.task_run_id = any (v_parked) and tr.state = 'ready'
-            and (select bool_and(o.parked_at is not null) from flowforge.outbox o
-                 where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id));
+            and (select o.parked_at is not null from flowforge.outbox o
+                 where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id
+                 order by coalesce(o.published_at, o.parked_at) is null desc, coalesce(o.parked_at, o.created_at) desc, o.outbox_id desc
+                 limit 1));
     update flowforge.task_run tr
     set state = 'failed', stage = 'unsettled', finished_at = v_now, redispatch_at = null, start_deadline = null,
         error = case when tr.task_run_id = any (v_parked)
             then 'the message cannot be published: ' || (select o.last_error from flowforge.outbox o
                 where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id and o.parked_at is not null
-                order by o.outbox_id limit 1)
+                order by o.parked_at desc, o.outbox_id desc limit 1)
             else format('not started within %s s', (
                 select extract(epoch from t.start_within)::double precision from flowforge.task t where t.task_id = tr.task_id)) end
     where tr.task_run_id = any (v_ids || v_parked) and tr.state = 'ready';
@@ -167,7 +171,7 @@ begin
 end
 $$;
 comment on function flowforge.fail_undeliverable(bigint) is
-    'Fails ready task runs whose message can never be published, or that were not started within start_within. Answers how many. Raises WF001, WF008.';
+    'Fails ready task runs whose message can never be published (an order was parked, none was written since, and none is still to be published), or that were not started within start_within. Answers how many. Raises WF001, WF008.';
 
 create or replace function flowforge.sweep_outbox(max_rows bigint default 2000) returns bigint
 language plpgsql volatile security definer
@@ -188,17 +192,19 @@ begin
                from flowforge.task_run tr where tr.task_run_id = o.task_run_id) is not true
             or o.parked_at is not null
         order by o.outbox_id limit sweep_outbox.max_rows for update skip locked);
-    -- Judged again now that the rows are locked: a task run given back meanwhile may have come to rely on its row.
+    -- Judged again now that the rows are locked: a task run given back meanwhile may have come to rely on its row. A parked
+    -- one is replaced as fail_undeliverable judges: by an order that was written since.
     delete from flowforge.outbox o
     where o.outbox_id = any (v_ids)
         and ((select tr.state = 'ready' and tr.dispatch_id = o.dispatch_id
               from flowforge.task_run tr where tr.task_run_id = o.task_run_id) is not true
             or o.parked_at is not null and (
                 select true from flowforge.outbox other
-                where other.task_run_id = o.task_run_id and other.dispatch_id = o.dispatch_id and other.parked_at is null limit 1));
+                where other.task_run_id = o.task_run_id and other.dispatch_id = o.dispatch_id and other.parked_at is null
+                    and (other.created_at, other.outbox_id) > (o.parked_at, o.outbox_id) limit 1));
     get diagnostics v_swept = row_count;
     return v_swept;
 end
 $$;
 comment on function flowforge.sweep_outbox(bigint) is
-    'Deletes orders whose task run is no longer ready under their dispatch id, and parked ones that another order replaces. Answers how many. Raises WF001, WF008.';
+    'Deletes orders whose task run is no longer ready under their dispatch id, and parked ones that another order replaces, written since. Answers how many. Raises WF001, WF008.';

@@ -240,7 +240,11 @@ class DatabaseMachine(RuleBasedStateMachine):
         self.model.possible_orders.clear()
         for i in sorted(new):
             self.model.orders[i] = Order(
-                orders[i].task_run_id, orders[i].dispatch_id, orders[i].next_attempt_at
+                i,
+                orders[i].task_run_id,
+                orders[i].dispatch_id,
+                self.model.now,
+                orders[i].next_attempt_at,
             )
         assert orders.keys() == self.model.orders.keys()
         for i, order in self.model.orders.items():

@@ -251,7 +251,7 @@ class DaemonMachine(DatabaseMachine):
             assert timedelta(seconds=1) <= now[i] - model.now <= timedelta(seconds=75)
             model.orders[i].next_at = now[i]
         for i in parked:
-            model.orders[i].state = "parked"
+            model.orders[i].state, model.orders[i].parked_at = "parked", model.now
 
     # --- workers ---
 

@@ -24,11 +24,14 @@ DEFAULT_WINDOW = 100
 class Order:
     """A row of the outbox."""
 
+    id: int
     row: int
     dispatch: UUID
+    created_at: datetime
     next_at: datetime
     state: str = "unpublished"  # published, parked
     published_at: datetime | None = None
+    parked_at: datetime | None = None
 
 
 class Model:
@@ -125,9 +128,16 @@ class Model:
 
     def is_swept(self, order: Order) -> bool:
         """Whether the order serves nothing any more."""
-        others = [o for o in self.orders.values() if (o.row, o.dispatch) == (order.row, order.dispatch)]
-        replaced = order.state == "parked" and any(other.state != "parked" for other in others)
-        return replaced or not self.is_live(order)
+        return self.is_replaced(order) or not self.is_live(order)
+
+    def is_replaced(self, order: Order) -> bool:
+        """Whether an order of its dispatch was written since it was parked; at the same time the ids tell."""
+        return order.parked_at is not None and any(
+            (other.row, other.dispatch) == (order.row, order.dispatch)
+            and other.state != "parked"
+            and (other.created_at, other.id) > (order.parked_at, order.id)
+            for other in self.orders.values()
+        )
 
     def claim_answer(self, row_id: int, dispatch_id: UUID, claim_id: UUID) -> str:
         """What a claim by one message is answered now."""
@@ -272,7 +282,8 @@ class Model:
         ]
         for _, row in self.in_state("ready"):
             orders = self.orders_of(row)
-            if row not in late and orders and all(order.state == "parked" for order in orders):
+            stays = any(order.state == "parked" and not self.is_replaced(order) for order in orders)
+            if row not in late and stays and all(order.state != "unpublished" for order in orders):
                 late.append(row)
         for row in late:
             row.become("failed")

@@ -104,6 +104,20 @@ def lost_message(lab: Laboratory) -> Body:
     assert armed == 1
 
 
+def unpublishable_since(lab: Laboratory) -> Body:
+    """What was published once, given back, and can't be published any more, fails."""
+    run = lab.start("one")
+    lab.value("select flowforge.mark_published(array(select f.outbox_id from flowforge.fetch_outbox(1) f))")
+    owner = lab.claim(run["a"])
+    release = "select flowforge.release_task_run(%s, %s, 'shutdown')"
+    assert lab.value(release, owner.task_run_id, owner.fencing_token) == "released"
+    (order,) = lab.rows("select * from flowforge.fetch_outbox(1)")
+    lab.value("select flowforge.mark_unpublishable(%s, 'too large by now')", order.outbox_id)
+    assert lab.value("select flowforge.sweep_outbox()") == 0
+    (failed,) = yield [call("fail_undeliverable")]
+    assert (failed, run["a"].state) == (1, "failed")
+
+
 def fetch_of_a_cancelled_run(lab: Laboratory) -> Body:
     """An order that a cancel under way has overlooked is not fetched."""
     run = lab.start("two")

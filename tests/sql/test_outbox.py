@@ -154,6 +154,73 @@ def test_a_parked_order_fails_nothing_while_another_stands_for_it(engine: Engine
     assert ids(engine.messages()) == [new.outbox_id]
 
 
+@pytest.mark.parametrize("since", ["lost", "given back", "lost, with an older order that had been refused"])
+def test_an_earlier_published_order_does_not_stand_for_a_parked_one(engine: Engine, since: str) -> None:
+    """Its message is gone: nothing would ever come of waiting for it."""
+    run_id = engine.start(task("a"))
+    if "refused" in since:
+        (refused,) = fetch(engine)
+        engine.call("mark_refused", [refused.outbox_id], ["nacked"])
+        engine.call("redispatch", "default")
+    (first,) = fetch(engine)
+    engine.call("mark_published", [first.outbox_id])
+    if since == "lost":
+        engine.advance("30 s")
+        assert engine.call("redispatch_lost") == 1
+    elif since == "given back":
+        claim = engine.claim(first)
+        assert engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "shutdown")
+    else:
+        engine.advance("2 s")
+        engine.call("redispatch", "default")  # relies on the one that was refused
+    (second,) = fetch(engine)
+    engine.call("mark_unpublishable", second.outbox_id, "too large by now")
+    with engine.changes_nothing():
+        assert engine.call("sweep_outbox") == 0
+    assert engine.call("fail_undeliverable") == 1
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.error) == ("failed", "the message cannot be published: too large by now")
+
+
+def test_what_another_publisher_marks_late_does_not_stand_for_a_parked_one(
+    db: Database, committing: Engine
+) -> None:
+    """Its message had been claimed and given back before the mark came through."""
+    run_id = committing.start(task("a"))
+    (first,) = committing.messages()
+    with db.connect(autocommit=False) as late:
+        late.execute("select from flowforge.fetch_outbox(1)")
+        claim = committing.claim(first)
+        committing.call("release_task_run", claim.task_run_id, claim.fencing_token, "shutdown")
+        (second,) = fetch(committing)
+        committing.call("mark_unpublishable", second.outbox_id, "too large by now")
+        with committing.changes_nothing():
+            assert committing.call("fail_undeliverable") == 0
+            assert committing.call("sweep_outbox") == 0
+        late.execute("select flowforge.mark_published(%s)", [[first.outbox_id]])
+        late.commit()
+    assert committing.call("sweep_outbox") == 0
+    assert committing.call("fail_undeliverable") == 1
+    assert committing.task_run(run_id, "a").state == "failed"
+
+
+def test_the_newest_parked_order_tells_why(engine: Engine) -> None:
+    run_id = engine.start(task("a"))
+    for error in ("the first", None, "the last"):
+        (order,) = fetch(engine)
+        if error:
+            engine.call("mark_unpublishable", order.outbox_id, error)
+        else:
+            engine.call("mark_published", [order.outbox_id])
+        engine.call("redispatch", "default")
+    order = fetch(engine)[0]
+    with engine.changes_nothing():
+        assert engine.call("fail_undeliverable") == 0
+    engine.call("mark_unpublishable", order.outbox_id, "the very last")
+    assert engine.call("fail_undeliverable") == 1
+    assert engine.task_run(run_id, "a").error == "the message cannot be published: the very last"
+
+
 def test_a_claimed_task_run_is_not_failed_for_its_parked_order(engine: Engine) -> None:
     engine.start(task("a"))
     (order,) = fetch(engine)
