@@ -3,9 +3,20 @@
 
 /* --- release_and_reap.sql --- */
 
-/* The part of _arm, and of _fill_window, that inserts. A row that the sweep would delete may give its place. */
+/* The part of _arm, and of _fill_window, that inserts. A row that the sweep would delete may give its place;
+ * what is parked is replaced. */
 #define is_place(n) (order[n] == none || !locked(n) && order_dispatch[n] != dispatch)
 inline insert_order() {
+    i = 0;
+    do
+    :: i < ORDERS ->
+        if
+        :: is_parked(i) -> order[i] = replaced
+        :: else
+        fi;
+        i++
+    :: else -> break
+    od;
     first_order(is_place);
     assert(within_the_bounds || i < ORDERS);
     order[i] = waiting;
@@ -129,7 +140,7 @@ inline new_dispatch_id() {
     minted++;
     assert(within_the_bounds || minted < DISPATCHES);
     dispatch = minted;
-    message_is = untried
+    unfit = 0
 }
 
 inline _promote_due() { in_line = 1 }
@@ -254,13 +265,20 @@ inline redispatch() {
     fi
 }
 
+/* What is still to be published is waited for, but sweeps nothing away: its message may be gone before it is marked. */
+#ifdef MISTAKE_PUBLISHED_STANDS_FOR_PARKED
+#define is_undeliverable (any_order(is_parked) && !any_order(is_to_publish) && !any_order(is_published))
+#define is_parked_in_vain(n) (order[n] == replaced || order[n] == parked && (any_other(is_to_publish) || any_other(is_published)))
+#else
+#define is_undeliverable (any_order(is_parked) && !any_order(is_to_publish))
+#define is_parked_in_vain(n) (order[n] == replaced)
+#endif
 inline fail_undeliverable() { becomes(failed) }
 
 #ifdef MISTAKE_SWEEP_OF_LIVE
 #define is_to_sweep(n) (order[n] != none && !locked(n))
 #else
-#define is_to_sweep(n) (order[n] != none && !locked(n) && (state != ready || order_dispatch[n] != dispatch || \
-    order[n] == parked && any_other(is_not_parked)))
+#define is_to_sweep(n) (order[n] != none && !locked(n) && (state != ready || order_dispatch[n] != dispatch || is_parked_in_vain(n)))
 #endif
 inline sweep_outbox() {
     first_order(is_to_sweep);

@@ -4,7 +4,7 @@
 
 #define is_expired (state == running && lease == 0 && (!spared || left == 0))
 #define is_eligible (state == pending && in_line && due && !cancel)
-#define is_unpublished (any_order(is_to_publish) || any_order(is_parked))
+#define is_unpublished (any_order(is_to_publish) || any_order(is_parked) || any_order(is_replaced))
 
 proctype Scheduler() {
 #if defined(MISTAKE_REAP_BY_ID_ONLY) || defined(MISTAKE_DISPATCH_WITHOUT_RECHECK) || defined(MISTAKE_SETTLE_FROM_EARLIER_LIST)
@@ -36,7 +36,7 @@ proctype Scheduler() {
 #endif
 
     :: d_step { any_order(is_to_sweep) -> sweep_outbox(); check() }
-    :: d_step { state == ready && any_order(is_parked) && !any_order(is_not_parked) -> fail_undeliverable(); check() }
+    :: d_step { state == ready && is_undeliverable -> fail_undeliverable(); check() }
 
 #ifndef MISTAKE_NO_CANCEL_SWEEP
     :: d_step { cancel && !done && (state == pending || state == ready) -> cancel_leftovers(); check() }
@@ -90,8 +90,8 @@ proctype Publisher(byte p) {
         fetch_outbox(p); publishing[p] = fetched; check() }
 
     /* sent, and what the broker says: confirmed, returned for want of a queue, nacked */
-    :: d_step { publishing[p] == fetched && of_now(held[p]) && message_is != unfit && queue ->
-        message_is = fit; arrives(dispatch); publishing[p] = confirmed }
+    :: d_step { publishing[p] == fetched && of_now(held[p]) && !unfit && queue ->
+        arrives(dispatch); publishing[p] = confirmed }
     :: d_step { publishing[p] == fetched && !of_now(held[p]) && queue ->
         arrives(order_dispatch[held[p]]); publishing[p] = confirmed }
 #ifdef MISTAKE_NO_MANDATORY
@@ -100,10 +100,10 @@ proctype Publisher(byte p) {
     :: d_step { publishing[p] == fetched && !queue -> publishing[p] = refused; gone[p] = 2 }
 #endif
     :: d_step { publishing[p] == fetched && faults > 0 -> faults--; publishing[p] = refused }
-    /* an error permanent to the message, and so to all orders of the dispatch */
-    :: d_step { publishing[p] == fetched && of_now(held[p]) && message_is == unfit -> publishing[p] = permanent }
-    :: d_step { publishing[p] == fetched && of_now(held[p]) && message_is == untried && faults > 0 ->
-        faults--; message_is = unfit; publishing[p] = permanent }
+    /* an error permanent to the message, and so to all orders of the dispatch from then on */
+    :: d_step { publishing[p] == fetched && of_now(held[p]) && unfit -> publishing[p] = permanent }
+    :: d_step { publishing[p] == fetched && of_now(held[p]) && !unfit && faults > 0 ->
+        faults--; unfit = 1; publishing[p] = permanent }
 
 #ifdef MISTAKE_REFUSED_TAKEN_AS_SENT
     :: d_step { publishing[p] == confirmed || publishing[p] == refused -> mark_published(p); ends_transaction(p); check() }

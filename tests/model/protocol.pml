@@ -45,10 +45,10 @@ hidden byte one_execution_for_each_token, no_result_from_a_stale_token, one_resu
 hidden byte within_the_bounds;
 
 mtype = { pending, ready, running, succeeded, failed, cancelled };  /* a task run */
-mtype = { none, waiting, later, published, parked };                /* an order; later: refused, and waits out its delay */
+/* an order; later: refused, and waits out its delay; replaced: parked, before another was written */
+mtype = { none, waiting, later, published, parked, replaced };
 mtype = { idle, holding, asked, executing, hung, told };            /* a worker; asked, told: the answer was lost */
 mtype = { resting, fetched, confirmed, refused, permanent };        /* a publisher */
-mtype = { untried, fit, unfit };                                    /* a message */
 
 /* --- the database: the row, its run, its orders --- */
 
@@ -71,7 +71,7 @@ byte order_dispatch[ORDERS];
 
 bit queue = 1;                  /* there is a queue at the broker */
 byte queued[DISPATCHES];        /* messages in it, by dispatch id: copies count, their order does not */
-mtype message_is = untried;     /* of the present dispatch: what publishing it showed */
+bit unfit;                      /* the message of the present dispatch can't be published any more */
 mtype publishing[PUBLISHERS] = resting;
 byte held[PUBLISHERS] = NOTHING;    /* the order that the open transaction has locked */
 byte gone[PUBLISHERS] = 2;      /* 2: the queue is to be declared; 1: it was found gone, which is to be told */
@@ -125,7 +125,7 @@ hidden byte i, found, sees;     /* within one step */
 #define is_to_publish(n) ((order[n] == waiting || order[n] == later) && order_dispatch[n] == dispatch)
 #define is_published(n) (order[n] == published && order_dispatch[n] == dispatch)
 #define is_parked(n) (order[n] == parked && order_dispatch[n] == dispatch)
-#define is_not_parked(n) (is_to_publish(n) || is_published(n))
+#define is_replaced(n) (order[n] == replaced && order_dispatch[n] == dispatch)
 
 /* The first order for which p holds, or ORDERS. */
 #define first_order(p) i = 0; do :: i < ORDERS && !(p(i)) -> i++ :: else -> break od
