@@ -89,6 +89,9 @@ class Executions:
     def hold(self, executions: list[Any]) -> None:
         pass
 
+    def forget(self, executions: list[Any]) -> None:
+        pass
+
     def wait_below(self, most: int, timeout: float) -> bool:
         return True
 
