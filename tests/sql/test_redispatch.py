@@ -27,6 +27,22 @@ def test_a_message_unclaimed_for_too_long_is_published_again(engine: Engine) -> 
     assert [engine.claim(order).outcome for order in (second, first)] == ["claimed", "running"]
 
 
+def test_what_is_offered_again_late_has_its_time_from_then(engine: Engine) -> None:
+    """After a time without a scheduler: its message is published only now, and cannot be lost already."""
+    engine.start(task("a"))
+    publish(engine)
+    claim = engine.claim_one()
+    engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "unknown_handler")
+    engine.advance("1000 s")
+    engine.schedule()
+    publish(engine)
+    assert engine.rows("select * from flowforge.violations()") == []
+    engine.advance("29 s")
+    assert engine.call("redispatch_lost") == 0
+    engine.advance("1 s")
+    assert engine.call("redispatch_lost") == 1
+
+
 def gaps(engine: Engine, times: int, *, served: bool = False, paceless: bool = False) -> list[int]:
     """Seconds between the times that a message is published again."""
     found = []
