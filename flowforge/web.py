@@ -1,5 +1,5 @@
 """A read-only page for operators, as HTML that the server makes whole: runs, a run with its graph, queues,
-workers, figures of health. The only module that imports starlette and uvicorn, of the extra `web`.
+workers, figures of health. It and web_server, which has uvicorn, alone need the extra `web`.
 
 It reads the views of flowforge_reader, one read-only transaction a page, and shows no input and no output.
 Whoever reaches the port sees all of it: there are no logins, so it listens on 127.0.0.1 unless told else."""
@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import psycopg
-from psycopg.rows import dict_row
+from psycopg.rows import dict_row, tuple_row
 
-from flowforge import db, log, threads
+from flowforge import connecting, db, log, threads
 from flowforge.config import Config
-from flowforge.errors import ConfigError, FlowForgeError, first_line
-from flowforge.exits import EXIT_INTERRUPTED, EXIT_OK
+from flowforge.errors import (
+    ConfigError,
+    DatabaseError,
+    DatabaseUnavailable,
+    FlowForgeError,
+    MissingPrivilege,
+    first_line,
+    from_database,
+)
+from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from flowforge.extras import installing
 from flowforge.log import visible
 from flowforge.stopping import Stop, signals
@@ -61,29 +69,34 @@ svg{max-width:100%;height:auto}
 
 def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) -> int:
     """Serve the page until SIGTERM or SIGINT; `ready` is given its address. Main thread only. The exit code:
-    after a second signal, which waits for no request, it is EXIT_INTERRUPTED.
+    after a second signal, which waits for no request, it is EXIT_INTERRUPTED, and EXIT_FAILED when the server
+    ends by itself.
 
-    Raises ConfigError when the extra is not installed, or the port cannot be listened on."""
+    Raises ConfigError when the extra is not installed, or the port cannot be listened on; SchemaError,
+    MissingPrivilege or DatabaseError when no page could be made with this login."""
     try:
-        import uvicorn
+        from flowforge.web_server import Server
 
-        app = application(config, host)
+        server = Server(application(config, host))
     except ImportError:
         raise ConfigError(f"what serves pages is not installed: {installing('web')}") from None
+    _check_login(config)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False)
-    )
     stop = Stop()
     stop.on_request(lambda: setattr(server, "should_exit", True))
-    # Signals are ours, so that the process ends with 0: in its own thread the server leaves them alone.
-    thread = threading.Thread(
-        target=lambda: server.run(sockets=[listening]), name="flowforge-web", daemon=True
-    )
+
+    def main() -> None:
+        # Signals are ours, so that the process ends with 0: in its own thread the server leaves them alone.
+        try:
+            server.run(sockets=[listening])
+        except BaseException as error:  # noqa: BLE001 -- a server that cannot start exits
+            log.of("web").error("the server failed", error=first_line(error), kind=type(error).__name__)
+
+    thread = threading.Thread(target=main, name="flowforge-web", daemon=True)
     with listening, signals(stop):
         threads.start(thread)
         shown = f"[{host}]" if ":" in host else host
@@ -93,7 +106,59 @@ def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) ->
             thread.join(0.1)
             if stop.requested:
                 until = min(until, time.monotonic() + GRACE)
+    if not stop.requested:
+        log.of("web").error("the server has ended by itself")
+        return EXIT_FAILED
     return EXIT_INTERRUPTED if stop.immediate else EXIT_OK
+
+
+_VIEWS = (
+    "health",
+    "queue_status",
+    "run_status",
+    "task_run_status",
+    "worker_status",
+    "workflow_version_status",
+)
+
+
+def _check_login(config: Config) -> None:
+    """Tell at the start what would keep every page from being made, and warn of a login that may do more than
+    read. A database that cannot be reached may come back: it keeps nothing from starting."""
+    try:
+        with _reading(config, tuple_row) as connection:
+            connecting.check_start(connection, ["schema_version"], "flowforge_reader")
+            ((login, hidden, more),) = connection.execute(
+                """
+                select session_user::text,
+                    array(select c.relname::text from pg_catalog.pg_class c
+                          where c.relnamespace = 'flowforge'::regnamespace and c.relname = any(%s)
+                             and not has_table_privilege(c.oid, 'select') order by 1),
+                    case when (select rolsuper from pg_catalog.pg_roles where rolname = session_user)
+                        then 'a superuser'
+                        else (select 'a member of ' || rolname from pg_catalog.pg_roles
+                              where rolname in ('flowforge_operator', 'flowforge_owner')
+                                 and pg_has_role(session_user, oid, 'member') order by 1 limit 1) end
+                """,
+                [list(_VIEWS)],
+            ).fetchall()
+    except (psycopg.Error, OSError) as exc:
+        error = from_database(exc) if isinstance(exc, psycopg.Error) else DatabaseUnavailable(str(exc))
+        if isinstance(exc, psycopg.Error) and (reason := db.refusal(exc)):
+            raise DatabaseError(f"the database refuses the connection: {reason} ({error})") from exc
+        if not isinstance(error, DatabaseUnavailable):
+            raise error from exc
+        log.of("web").warning("the database cannot be read yet", error=str(error))
+        return
+    if hidden:
+        raise MissingPrivilege(
+            f'login "{login}" lacks SELECT on {", ".join(hidden)}; '
+            f'remedy: grant flowforge_reader to "{login}"'
+        )
+    if more:
+        log.of("web").warning(
+            f"login {login} is {more}: the page needs flowforge_reader, and should have no more"
+        )
 
 
 def application(config: Config, host: str = "127.0.0.1") -> Starlette:
@@ -159,7 +224,7 @@ def _is_local(name: str) -> bool:
 
 
 @contextmanager
-def _reading(config: Config) -> Generator[psycopg.Connection[Row]]:
+def _reading(config: Config, rows: Any = dict_row) -> Generator[psycopg.Connection[Any]]:
     """A connection whose transaction, which ends with the block, reads and does so for a short time."""
     connection: Any = db.connect(
         config.database_url,
@@ -168,7 +233,7 @@ def _reading(config: Config) -> Generator[psycopg.Connection[Row]]:
         prepared_statements=False,
         read_write=False,
     )
-    connection.row_factory = dict_row
+    connection.row_factory = rows
     connection.read_only = True
     with connection, db.guard(connection, LIMIT), connection.transaction():
         connection.execute(f"set local statement_timeout = '{STATEMENT_TIMEOUT}'")

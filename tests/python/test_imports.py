@@ -47,6 +47,7 @@ LAYERS = {
     "publisher": 6,
     "up": 7,
     "web": 6,
+    "web_server": 5,
     "doctor": 7,
     "conformance": 8,
     "demo": 8,
@@ -124,7 +125,7 @@ def test_daemons_never_import_each_other() -> None:
     ("library", "home"),
     [
         *(("pika", "broker"), ("yoyo", "migrate"), ("prometheus_client", "metrics")),
-        *(("starlette", "web"), ("opentelemetry", "tracing")),
+        *(("starlette", "web"), ("uvicorn", "web_server"), ("opentelemetry", "tracing")),
     ],
 )
 def test_library_is_imported_in_one_place(library: str, home: str) -> None:

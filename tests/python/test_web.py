@@ -1,22 +1,27 @@
 """The operators' page, as a browser gets it: what it shows, and that it obeys nothing of that."""
 
 import asyncio
+import contextlib
 import http.client
+import os
 import re
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from psycopg.types.json import Jsonb
 
-from flowforge import web
+from flowforge import web, web_server
 from flowforge.config import Config
-from flowforge.exits import EXIT_INTERRUPTED
+from flowforge.errors import DatabaseError, MissingPrivilege, SchemaError
+from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from tests.python.cluster import PROGRAM
 from tests.services.database import Database
+from tests.services.process import wait_until
 
 HOSTILE = """<script>alert('x')</script>"&amp;\x1b[31m</title></svg>"""
 
@@ -211,3 +216,196 @@ def test_a_database_that_answers_no_more_holds_no_request(
     assert status == 503
     assert "/nowhere" not in page
     assert "/nowhere" in caplog.records[-1].__dict__["keys"]["error"]
+
+
+# -- its server
+
+
+@contextlib.contextmanager
+def serving(app: Any = None) -> Iterator[tuple[web_server.Server, int]]:
+    """The page's server without a database, in a thread; and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = web_server.Server(app or web.application(Config()))
+        thread = threading.Thread(target=lambda: server.run(sockets=[listening]))
+        thread.start()
+        try:
+            yield server, listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def ends(client: socket.socket) -> bool:
+    """Whether the server closes the connection, after whatever it had to say."""
+    client.settimeout(30)
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+GET = b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [],
+        [GET + b"X: "],
+        [GET + b"\r\n", GET],  # the second one, when the first was answered
+        [GET + b"\r\n" + GET + b"X: "],
+    ],
+)
+def test_a_connection_that_makes_no_request_is_closed(
+    monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
+) -> None:
+    monkeypatch.setattr(web_server, "REQUEST_LIMIT", 0.5)
+    with serving() as (_, port), socket.create_connection(("127.0.0.1", port)) as client:
+        for part in sent:
+            client.sendall(part)
+            if part.endswith(b"\r\n\r\n"):
+                assert client.recv(65536).startswith(b"HTTP/1.1 404")
+        assert ends(client)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_answer_that_nobody_reads_is_not_kept(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """Neither one that the page has made, nor one that is still made."""
+    monkeypatch.setattr(web_server, "ANSWER_LIMIT", 0.5)
+
+    async def large(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 30_000_000, "more_body": not whole})
+        if not whole:
+            await send({"type": "http.response.body", "body": b"x"})
+
+    with serving(large) as (server, port), socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(GET + b"\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: not server.server_state.connections, "the end of the connection", 30)
+
+
+def test_connections_beyond_the_most_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(web_server, "REQUEST_LIMIT", 600.0)
+    with serving() as (_, port), contextlib.ExitStack() as held:
+        silent = [held.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(4)]
+        assert ends(silent.pop())
+        silent.pop().close()
+
+        def answered() -> bool:
+            with socket.create_connection(("127.0.0.1", port)) as client, contextlib.suppress(OSError):
+                client.sendall(GET + b"\r\n")
+                return client.recv(100).startswith(b"HTTP/1.1 404")
+            return False
+
+        wait_until(answered, "an answer in the place of one that went")
+
+
+def test_a_want_of_descriptors_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """However often the server tries again."""
+    server = web_server.Server(web.application(Config()))
+    loop = asyncio.new_event_loop()
+
+    async def start() -> None:
+        await server.startup([])
+        for _ in range(3):
+            loop.call_exception_handler(
+                {"message": "accept", "exception": OSError(24, "Too many open files")}
+            )
+        loop.call_exception_handler({"message": "another fault"})
+
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    loop.run_until_complete(start())
+    loop.close()
+    assert [each.getMessage() for each in caplog.records] == [
+        "a connection could not be accepted",
+        "another fault",
+    ]
+    assert server.config.backlog == web_server.MOST_CONNECTIONS, "as often it would be told at once"
+
+
+def test_a_second_signal_waits_for_nothing(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "GRACE", float("inf"))
+    released, ended = threading.Event(), threading.Event()
+
+    def stuck(_server: Any, **_: Any) -> None:
+        released.wait(20)
+        ended.set()
+
+    monkeypatch.setattr(web_server.Server, "run", stuck)
+
+    def stop_twice(_address: str) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        config = Config(database_url=db.create_login("flowforge_reader"))
+        assert web.serve(config, "127.0.0.1", 0, stop_twice) == EXIT_INTERRUPTED
+        assert not ended.is_set()
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize("fault", [None, MemoryError("no memory")])
+def test_a_server_that_ends_by_itself_is_told(
+    db: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception | None
+) -> None:
+    def end(_server: Any, **_: Any) -> None:
+        if fault:
+            raise fault
+
+    monkeypatch.setattr(web_server.Server, "run", end)
+    config = Config(database_url=db.create_login("flowforge_reader"))
+    assert web.serve(config, "127.0.0.1", 0, lambda _: None) == EXIT_FAILED
+    said = [each.getMessage() for each in caplog.records]
+    assert said == [*(["the server failed"] if fault else []), "the server has ended by itself"]
+
+
+# -- its login
+
+
+def start(dsn: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Starts with that login, and is told to stop at once."""
+    monkeypatch.setattr(
+        web_server.Server, "run", lambda server, **_: wait_until(lambda: server.should_exit, "")
+    )
+    stop = lambda _: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    return web.serve(Config(database_url=dsn), "127.0.0.1", 0, stop)
+
+
+def test_a_login_that_can_show_no_page_is_refused(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    for group, lacks in (("client", "SELECT on health, queue_status"), ("", "USAGE on schema flowforge")):
+        dsn = db.create_login(f"flowforge_{group}") if group else db.create_login()
+        with pytest.raises(MissingPrivilege, match=f'{lacks}.*; remedy: grant flowforge_reader to "'):
+            start(dsn, monkeypatch)
+    with pytest.raises(DatabaseError, match=r"the login does not exist|wrong login or password"):
+        start(f"{db.dsn} user=nobody_of_that_name", monkeypatch)
+    dsn = db.create_login("flowforge_reader")
+    with db.connect() as conn:
+        conn.execute(
+            "create or replace function flowforge.schema_version() returns bigint language sql return 1"
+        )
+    with pytest.raises(SchemaError, match="the schema has version 1"):
+        start(dsn, monkeypatch)
+
+
+@pytest.mark.parametrize("group", ["reader", "operator", "owner", "superuser", "nowhere"])
+def test_a_login_that_is_more_than_a_reader_is_warned_of(
+    db: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, group: str
+) -> None:
+    """A database that is not there yet is waited for."""
+    warned = {"reader": "", "superuser": "a superuser", "nowhere": "cannot be read yet"}
+    dsn = {"superuser": db.dsn, "nowhere": "host=/nowhere"}.get(group) or db.create_login(
+        f"flowforge_{group}"
+    )
+    assert start(dsn, monkeypatch) == EXIT_OK
+    said = [each.getMessage() for each in caplog.records]
+    expected = warned.get(group, f"a member of flowforge_{group}")
+    assert len(said) == bool(expected)
+    assert all(expected in each for each in said)
