@@ -49,6 +49,9 @@ def check_start(conn: db.Connection, functions: Iterable[str], role: str) -> Non
     if not exists:
         raise SchemaError(f'database "{database}" has no schema flowforge; run `flowforge migrate`')
     if missing:
+        if usable:
+            with suppress(MissingPrivilege):
+                check_schema(conn)
         raise SchemaError(
             f"the schema is too old: it has no function {', '.join(missing)}; run `flowforge migrate`"
         )

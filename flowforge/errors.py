@@ -252,6 +252,16 @@ _NOT_STORABLE = frozenset({"22P05", "22P02", "22021", "54001"})
 _DOUBLED = re.compile(r"^connection (?:is bad|failed): (?=connection )")
 
 
+def is_read_only(exc: psycopg.Error) -> bool:
+    """Whether the database is there, and takes no writes."""
+    return exc.sqlstate == "25006" or (exc.sqlstate is None and "session is read-only" in str(exc))
+
+
+READ_ONLY = (
+    "it is a standby, or default_transaction_read_only is on; `flowforge doctor` tells which, and what to do"
+)
+
+
 def from_database(exc: psycopg.Error) -> FlowForgeError:
     """The exception of this tree that says what `exc` says. Raise it `from exc`."""
     sqlstate = exc.sqlstate
@@ -261,6 +271,8 @@ def from_database(exc: psycopg.Error) -> FlowForgeError:
         text = f"{text} ({exc.diag.message_hint})"
     if sqlstate in _BY_SQLSTATE:
         return _BY_SQLSTATE[sqlstate](text)
+    if is_read_only(exc):
+        return DatabaseUnavailable(f"the database takes no writes: {text}: {READ_ONLY}", sqlstate)
     if is_transient(exc):
         return DatabaseUnavailable(text, sqlstate)
     if sqlstate == "42501":

@@ -20,13 +20,27 @@ _HEARTBEAT = 10  # seconds; twice that, and a broker that no longer answers is g
 _BLOCKED = 2.0  # seconds that a broker which says that it is blocked is waited for
 
 
+Kind = Literal["login", "vhost", "file", "authority", "name", "certificate", "plain", "other", "silent"]
+
+_KINDS: tuple[tuple[str, Kind], ...] = (
+    (r"vhost|\b530\b|ProbableAccessDenied", "vhost"),
+    (r"ProbableAuthentication|ACCESS_REFUSED|\b403\b", "login"),
+    (r"mismatch, certificate is not valid", "name"),
+    (r"CERTIFICATE_VERIFY_FAILED", "authority"),
+    (r"CERTIFICATE_REQUIRED|ALERT_(UNKNOWN_CA|BAD_CERTIFICATE|HANDSHAKE_FAILURE)", "certificate"),
+    (r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE", "plain"),
+    (r"IncompatibleProtocol", "other"),
+)
+
+
 @dataclass(frozen=True)
 class Unreachable:
-    """Why one of the URLs is of no use: its login is refused, its virtual host is, a file for it cannot be
-    read, or nobody answers."""
+    """Why one of the URLs is of no use: its login is refused, its virtual host is, or a file for it cannot be
+    read; its certificate is not of a trusted authority, or of another name, or it wants one; it takes no TLS,
+    or speaks something else, as TLS; or nobody answers."""
 
     url: str
-    kind: Literal["login", "vhost", "file", "silent"]
+    kind: Kind
     reason: str
     user: str = ""
     vhost: str = ""
@@ -152,9 +166,7 @@ class Probe:
 
 def _explained(exc: BaseException, url: str, parameters: pika.URLParameters) -> Unreachable:
     reason, user = cause(exc), parameters.credentials.username
-    kind: Literal["login", "vhost", "silent"] = "silent"
-    if re.search(r"vhost|\b530\b|ProbableAccessDenied", reason):
-        kind = "vhost"
-    elif re.search(r"ProbableAuthentication|ACCESS_REFUSED|\b403\b", reason):
-        kind = "login"
+    kind: Kind = next((kind for pattern, kind in _KINDS if re.search(pattern, reason)), "silent")
+    if kind == "other" and parameters.ssl_options is not None:
+        kind = "certificate"  # what TLS 1.3 says of it comes too late to be heard
     return Unreachable(url, kind, reason, user, parameters.virtual_host)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flowforge.errors import (
+    READ_ONLY,
     ConfigError,
     DatabaseError,
     DatabaseUnavailable,
@@ -196,7 +197,7 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
         return SchemaError(f"{text}: the schema is missing or too old; run {_migrating()}")
     if isinstance(error, SchemaError) and "`flowforge migrate`" in text:
         return SchemaError(text.replace("`flowforge migrate`", _migrating()))
-    if isinstance(error, DatabaseUnavailable):
+    if isinstance(error, DatabaseUnavailable) and READ_ONLY not in text:
         return DatabaseUnavailable(f"{text}: is PostgreSQL running at the given address?", error.sqlstate)
     # Without the database's own hint, which is for SQL.
     bare = re.sub(r" \([A-Z][^()]*\.\)$", "", text)

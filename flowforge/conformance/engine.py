@@ -26,7 +26,7 @@ from flowforge.broker.desk import Desk
 from flowforge.client import is_connection_string
 from flowforge.config import Config
 from flowforge.conformance.proxy import DatabaseProxy, Proxy
-from flowforge.errors import ConfigError, from_database
+from flowforge.errors import ConfigError, MissingPrivilege, from_database
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
 from flowforge.stopping import Stop
@@ -65,7 +65,14 @@ class Engine:
             )
         self.desk = Desk(self.config) if config.uses_broker else None
         functions = "define_workflow", "dispatch_ready", "claim_next"
-        self._conn = connecting.connect(self.config, "conformance", self._stop, functions, "flowforge_owner")
+        try:
+            self._conn = connecting.connect(
+                self.config, "conformance", self._stop, functions, "flowforge_owner"
+            )
+        except MissingPrivilege as error:
+            # No login is to become the owner for that.
+            lacks = str(error).partition("; remedy: ")[0]
+            raise MissingPrivilege(f"{lacks}; remedy: give it the login that migrated its database") from None
         try:
             info = self._conn.info
             self._dbname = info.dbname

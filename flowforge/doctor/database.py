@@ -9,7 +9,9 @@ import psycopg
 from psycopg import errors as pg
 
 from flowforge import connecting, db
+from flowforge.config import called
 from flowforge.doctor.setup import (
+    MOMENT,
     Check,
     Setup,
     Verdict,
@@ -41,7 +43,7 @@ _LONG_TRANSACTION = 600.0  # seconds
 
 
 def _reachable(setup: Setup) -> Verdict:
-    setup.lacking["database"] = "the database cannot be reached"
+    setup.lacking["connection"] = setup.lacking["database"] = "the database cannot be reached"
     correct = f"correct {setup.source}"
     try:
         setup.conn = setup.connect()
@@ -51,19 +53,61 @@ def _reachable(setup: Setup) -> Verdict:
             limits = "raise max_connections, or the limit of the login or database, or put a pooler between"
             return problem(f"no connection is left: {said}", limits)
         if reason is None:
-            return problem(f"no connection: {said}", f"start PostgreSQL at that address, or {correct}")
+            remedy = _tls(setup, str(error)) or f"start PostgreSQL at that address, or {correct}"
+            return problem(f"no connection: {said}", remedy)
         remedies = {
-            "the database does not exist": f"createdb it, then {setup.command('migrate')}",
+            "the database does not exist": f"createdb it, then {setup.by('owner', 'migrate')}",
             "the login does not exist": "create it and grant it its group role",
-            "the server does not admit this login from this host": "add a line for it to pg_hba.conf",
+            "the server does not admit this login from this host": _tls(setup, str(error))
+            or "add a line for it to pg_hba.conf",
             "the login may not connect to this database": "alter role … login, grant connect on database …",
         }
         remedy = f"{remedies[reason]}, or {correct}" if reason in remedies else correct
         return problem(f"{reason} ({said})", remedy)
-    ((setup.login, setup.database),) = setup.rows("select session_user::text, current_database()::text")
-    del setup.lacking["database"]
     info = setup.conn.info
-    return ok(f'"{setup.database}" at {info.host}, port {info.port}')
+    del setup.lacking["connection"]
+    setup.lacking["database"] = "the server does not answer"
+    return ok(f'"{info.dbname}" at {info.host}, port {info.port}')
+
+
+# What libpq says of TLS, and what to set for it.
+_TLS = {
+    r"server does not support SSL": "let the server take TLS (ssl = on), or ask for none: sslmode=disable in "
+    "{source}, which sends all in clear",
+    r"root certificate file .* does not exist|could not read root certificate file": "name the file with the "
+    "certificate of the server's authority by sslrootcert in {source}; sslrootcert=system: the system's",
+    r"does not match host name": "name the server by host in {source} as its certificate does (hostaddr may "
+    "give the address), or give it a certificate of that name",
+    r"certificate verify failed": "name the certificate of the authority that the server's is from by "
+    "sslrootcert in {source}",
+    r"private key file|certificate file|certificate required": "name this client's own certificate and key, "
+    "which only it may read, by sslcert and sslkey in {source}",
+    r"^(?!.*, SSL encryption).*, no encryption": "set sslmode=verify-full in {source} if it admits TLS only, "
+    "or else add a line for it to pg_hba.conf",
+}
+
+
+def _tls(setup: Setup, said: str) -> str:
+    """What to set where TLS is what fails, or empty."""
+    found = (remedy for pattern, remedy in _TLS.items() if re.search(pattern, said, re.DOTALL))
+    return next(found, "").format(source=setup.source)
+
+
+def _answers(setup: Setup) -> Verdict:
+    try:
+        with db.guard(setup.conn, MOMENT):
+            ((setup.login, setup.database),) = setup.rows(
+                "select session_user::text, current_database()::text"
+            )
+    except psycopg.Error as error:
+        if not db.connection_lost(setup.conn):
+            raise
+        return problem(
+            f"a connection is taken, but no question answered within {MOMENT:g} s: {first_line(error)}",
+            f"look at the log of PostgreSQL, or of the pooler, or correct {setup.source}",
+        )
+    del setup.lacking["database"]
+    return ok("it does")
 
 
 def _version(setup: Setup) -> Verdict:
@@ -97,9 +141,11 @@ def _writable(setup: Setup) -> Verdict:
 
 
 def _login(setup: Setup) -> Verdict:
-    ((superuser, missing, groups),) = setup.rows(
+    ((superuser, creates, missing, groups),) = setup.rows(
         """
         select (select rolsuper from pg_roles where rolname = session_user),
+            to_regnamespace('flowforge') is null and has_database_privilege(current_database(), 'create')
+                and (select rolcreaterole from pg_roles where rolname = session_user),
             array(select r from unnest(%s::text[]) r where r not in (select rolname from pg_roles)),
             array(select rolname::text from pg_roles
                   where rolname = any(%s) and pg_has_role(session_user, oid, 'usage'))
@@ -107,8 +153,11 @@ def _login(setup: Setup) -> Verdict:
         list(ROLES),
         list(ROLES),
     )
+    setup.may_be = {group.removeprefix("flowforge_") for group in (ROLES if ROLES[0] in groups else groups)}
+    if creates:
+        setup.may_be.add("owner")
     if missing:
-        return problem(f"group roles are missing: {some(missing)}", setup.command("migrate"))
+        return problem(f"group roles are missing: {some(missing)}", setup.by("owner", "migrate"))
     may_be = [group for group in GROUPS if f"flowforge_{group}" in groups]
     login = setup.quoted(setup.login)
     if setup.role and setup.role not in may_be:
@@ -140,14 +189,18 @@ def _schema(setup: Setup) -> Verdict:
         from (values ('flowforge')) s (name) left join pg_namespace n on n.nspname = s.name
         """
     )
-    login = setup.quoted(setup.login)
     if not usable:
-        why = "this login may not use the schema" if exists else "there is no schema"
+        why = "there is no schema"
+        if exists:
+            why = f"this login may not use the schema: {setup.granting('operator')}"
         setup.lacking["schema"] = setup.lacking["views"] = setup.lacking["operator"] = why
         if not exists:
             detail = f'database "{setup.database}" has no schema flowforge'
-            return problem(detail, setup.command("migrate"))
-        return problem(why, f"grant flowforge_operator to {login}, or the group role of its program")
+            return problem(detail, setup.by("owner", "migrate"))
+        return problem(
+            "this login may not use the schema",
+            f"{setup.granting('operator')}, or the group role of its program",
+        )
     try:
         check_schema(setup.conn)
         if setup.role in _DAEMONS:
@@ -160,9 +213,9 @@ def _schema(setup: Setup) -> Verdict:
         return setup.said(error)
     finally:
         if not views:
-            setup.lacking.setdefault("views", f"for members only: grant flowforge_reader to {login}")
+            setup.lacking.setdefault("views", f"for members only: {setup.granting('reader')}")
         if not operator:
-            setup.lacking.setdefault("operator", f"for members only: grant flowforge_operator to {login}")
+            setup.lacking.setdefault("operator", f"for members only: {setup.granting('operator')}")
     ((version,),) = setup.rows("select flowforge.schema_version()")
     newer = "" if version == SCHEMA_VERSION else f", newer than this program's {SCHEMA_VERSION}: that will do"
     return ok(f"version {version}{newer}")
@@ -187,6 +240,8 @@ def _prepared(setup: Setup) -> Verdict:
     if not setup.config.prepared_statements:
         return ok("there is a pooler between, and they are off")
     remedy = "set FLOWFORGE_PREPARED_STATEMENTS=off"
+    if (place := called("prepared_statements")) != "FLOWFORGE_PREPARED_STATEMENTS":
+        remedy = f"turn off {place}"
     try:
         with setup.another(prepared=True) as one, setup.another(prepared=True) as other:
             for each in (one, other, one, other):
@@ -307,6 +362,7 @@ def _long_transactions(setup: Setup) -> Verdict:
 
 CHECKS: tuple[Check, ...] = (
     ("database", (), _reachable),
+    ("server answers", ("connection",), _answers),
     ("version", ("database",), _version),
     ("writable", ("database",), _writable),
     ("login", ("database",), _login),

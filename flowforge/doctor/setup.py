@@ -20,7 +20,16 @@ from flowforge.errors import ConfigError, MissingPrivilege, SchemaError, first_l
 
 _CHECK_SECONDS = 60.0  # after which a connection is given up as dead
 _STATEMENT_SECONDS = 20  # that one question to the database may take
-_MOMENT = 10.0  # seconds
+MOMENT = 10.0  # seconds that what takes a moment may take
+
+# Whose login it is, for commands that this one cannot be used for.
+_WHOSE = {
+    "owner": "the login that migrates",
+    "operator": "an operator's login",
+    "scheduler": "the scheduler's login",
+    "publisher": "the publisher's login",
+    "worker": "a worker's login",
+}
 
 Status = Literal["ok", "warning", "problem", "skipped"]
 
@@ -58,6 +67,8 @@ class Setup:
     def __init__(self, config: Config, source: str, role: str | None, command: Callable[[str], str]) -> None:
         self.config, self.source, self.role, self.command = config, source, role, command
         self.lacking: dict[str, str] = {}
+        self.may_be: set[str] = set()  # the group roles that the login has, without their prefix
+        self.keeps_publishers = ""  # the check that tells what keeps every publisher from work
         self.login = self.database = ""
         self.hears = False  # whether notifications arrive, which they do only where sessions are kept
         self.probe: Probe | None = None
@@ -98,12 +109,12 @@ class Setup:
         psycopg.Error."""
         began = time.monotonic()
         try:
-            with self.connect(prepared=prepared) as conn, db.guard(conn, _MOMENT):
+            with self.connect(prepared=prepared) as conn, db.guard(conn, MOMENT):
                 yield conn
         except psycopg.OperationalError as error:
-            if time.monotonic() - began < _MOMENT:
+            if time.monotonic() - began < MOMENT:
                 raise
-            raise psycopg.OperationalError(f"no answer on a further connection in {_MOMENT:g} s") from error
+            raise psycopg.OperationalError(f"no answer on a further connection in {MOMENT:g} s") from error
 
     def rows(self, query: str, *params: Any, limited: bool = True) -> list[tuple[Any, ...]]:
         """The answer of the database; `limited` in time, which shows in what the server says of its own
@@ -130,6 +141,16 @@ class Setup:
         """A name as SQL has it."""
         return sql.Identifier(name).as_string()
 
+    def by(self, role: str, arguments: str) -> str:
+        """A command for which a login has to be `role`: with the database of this one where it can be."""
+        if role in self.may_be:
+            return self.command(arguments)
+        return f"flowforge {arguments}, with {_WHOSE[role]}"
+
+    def granting(self, group: str) -> str:
+        """How this login gets what it lacks."""
+        return f"grant flowforge_{group} to {self.quoted(self.login)}"
+
     def reset(self, names: Iterable[str]) -> str:
         """How to undo settings of the server, each where it was set. Raises psycopg.Error."""
         login, database = self.quoted(self.login), self.quoted(self.database)
@@ -155,8 +176,8 @@ class Setup:
         """The problem that an error tells which names its remedy at the end."""
         detail, _, remedy = str(error).rpartition("; ")
         remedy = remedy.removeprefix("remedy: ").removeprefix("run ").strip("`")
-        if remedy.startswith("flowforge "):
-            remedy = self.command(remedy.removeprefix("flowforge "))
+        if remedy == "flowforge migrate":
+            remedy = self.by("owner", "migrate")
         return problem(detail, remedy) if detail else problem(str(error), "correct the settings")
 
     def made(self, needs: Sequence[str], check: Callable[[Setup], Verdict]) -> Verdict:
@@ -165,16 +186,16 @@ class Setup:
             if need in self.lacking:
                 return skipped(self.lacking[need])
         try:
-            if self._conn is None:
-                return check(self)
+            if self._conn is None or db.connection_lost(self._conn):
+                return check(self)  # which asks nothing of it
             with db.guard(self._conn, _CHECK_SECONDS):
                 return check(self)
         except pg.QueryCanceled:
             return skipped(f"the answer took longer than {_STATEMENT_SECONDS} s")
         except (pg.InsufficientPrivilege, MissingPrivilege) as error:
-            return skipped(first_line(error))
+            return skipped(f"{first_line(error)}: {self.granting('operator')}")
         except (pg.UndefinedTable, pg.UndefinedFunction, pg.UndefinedColumn) as error:
-            return problem(f"the schema is too old: {first_line(error)}", self.command("migrate"))
+            return problem(f"the schema is too old: {first_line(error)}", self.by("owner", "migrate"))
         except (SchemaError, ConfigError) as error:
             return self.said(error)
         except psycopg.Error as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from flowforge.doctor.setup import Check, Setup, Verdict, length, ok, problem, skipped, some, warning
+from flowforge.doctor.setup import Check, Setup, Verdict, length, ok, problem, some, warning
 
 _SILENT_SCHEDULER = 30.0  # seconds; the longest pace of reaping that can be set is 10
 _LAG = 15.0  # seconds
@@ -32,7 +32,7 @@ def _scheduler_is_silent(setup: Setup) -> bool:
 
 def _scheduler(setup: Setup) -> Verdict:
     age, active = setup.figure("reaper_seconds"), setup.count("active_runs")
-    start = f"start one: {setup.command('scheduler')}"
+    start = f"start one: {setup.by('scheduler', 'scheduler')}"
     if _scheduler_is_silent(setup):
         what = "none has ever run here" if age is None else f"none has been at work for {length(age)}"
         if active:
@@ -50,33 +50,13 @@ def _scheduler(setup: Setup) -> Verdict:
     return ok(f"at work {length(age or 0)} ago")
 
 
-def _publisher(setup: Setup) -> Verdict:
-    if not setup.config.uses_broker:
-        return skipped("no broker is configured")
-    lag, waiting = setup.figure("oldest_unpublished_seconds"), setup.count("unpublished")
-    # The name is the publisher's own; a pooler may hide it, so alone it is no more than a hint.
-    present = setup.rows(
-        "select from pg_stat_activity where datname = current_database() "
-        "and application_name like 'flowforge publisher%' limit 1"
-    )
-    start = f"start one: {setup.command('publisher')}"
-    if lag is not None and lag > _LAG:
-        detail = f"{waiting} to be published, the oldest for {length(lag)}"
-        if not present:
-            return problem(f"none is connected; {detail}", start)
-        return problem(detail, "look at the log and the health file of the publisher, and at the broker")
-    if not present:
-        return warning("none is connected", start)
-    return ok(f"connected; {waiting} to be published")
-
-
 def _orders(setup: Setup) -> Verdict:
     parked, refused = setup.count("parked"), setup.count("refused")
     if parked:
         return problem(
             f"{parked} can never be published",
-            f"a scheduler fails their task runs ({setup.command('scheduler')}), and the reasons are then "
-            f"in {setup.command('runs --state failed')}",
+            f"a scheduler fails their task runs ({setup.by('scheduler', 'scheduler')}), and the reasons are "
+            f"then in {setup.command('runs --state failed')}",
         )
     if refused:
         return warning(
@@ -98,7 +78,7 @@ def _paused(setup: Setup) -> Verdict:
 
 
 def _commands(setup: Setup, command: str, names: Iterable[str]) -> str:
-    return "; ".join(setup.command(f"{command} {shlex.quote(name)}") for name in names)
+    return "; ".join(setup.by("operator", f"{command} {shlex.quote(name)}") for name in names)
 
 
 def _workers(setup: Setup) -> Verdict:
@@ -109,7 +89,7 @@ def _workers(setup: Setup) -> Verdict:
         options = " ".join(f"--queue {shlex.quote(queue)}" for queue in alone)
         return problem(
             f"work waits in {some(alone)}, which no live worker has announced that it serves",
-            f"start one that has the handlers: {setup.command(f'worker MODULE {options}')}",
+            f"start one that has the handlers: {setup.by('worker', f'worker MODULE {options}')}",
         )
     if setup.count("unknown_handler"):
         unknown = setup.rows(
@@ -137,7 +117,7 @@ def _leases(setup: Setup) -> Verdict:
     if expired and _scheduler_is_silent(setup):
         return problem(
             f"{expired} have run out, and there is no scheduler to take the work back",
-            f"start one: {setup.command('scheduler')}",
+            f"start one: {setup.by('scheduler', 'scheduler')}",
         )
     if silent:
         return warning(
@@ -178,7 +158,6 @@ def _invariants(setup: Setup) -> Verdict:
 
 CHECKS: tuple[Check, ...] = (
     ("scheduler", ("database", "views"), _scheduler),
-    ("publisher", ("database", "views"), _publisher),
     ("orders", ("database", "views"), _orders),
     ("paused queues", ("database", "views"), _paused),
     ("workers", ("database", "views"), _workers),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -80,7 +81,7 @@ class Patient:
 
     def follow(self, remedy: str) -> None:
         """Do what the remedy says, if it is commands of the program or SQL: as an administrator."""
-        for each in remedy.split("; "):
+        for each in re.sub(r", with [a-z' ]+ login[a-z ]*", "", remedy).split("; "):
             if each.startswith("flowforge "):
                 Shell(self.db.dsn)(*shlex.split(each)[1:])
             else:

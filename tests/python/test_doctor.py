@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flowforge import exits, listen
+from flowforge import db, exits, listen
 from flowforge.doctor import database
+from flowforge.doctor.setup import Setup
 from tests.python.patient import Patient
 from tests.python.proxy import Proxy
 from tests.python.shell import Shell
@@ -40,12 +41,12 @@ def test_a_new_set_up_has_no_problem(patient: Patient) -> None:
     assert found["scheduler"] == {
         "status": "warning",
         "detail": "none has ever run here",
-        "remedy": "start one: flowforge scheduler",
+        "remedy": "start one: flowforge scheduler, with the scheduler's login",
     }
     lines = patient.shell("doctor").stdout.splitlines()
     assert any(re.match(r"ok +schema +version \d", line) for line in lines)
     at = next(index for index, line in enumerate(lines) if re.match(r"warning +scheduler +none", line))
-    assert lines[at + 1].strip() == "-> start one: flowforge scheduler"
+    assert lines[at + 1].strip() == "-> start one: flowforge scheduler, with the scheduler's login"
     assert re.fullmatch(r"0 problems, \d+ warnings?, \d+ skipped, \d+ ok", lines[-1])
 
 
@@ -78,6 +79,30 @@ def test_a_login_whose_tables_would_go_to_the_schema_of_the_engine(patient: Pati
     patient.well("login")
 
 
+@pytest.mark.parametrize("group", ["operator", "scheduler", "owner", "reader"])
+def test_a_command_of_another_login_does_not_get_this_one(db: Database, group: str) -> None:
+    patient = Patient(db, "")
+    url = db.create_login(f"flowforge_{group}")
+    patient.set(FLOWFORGE_DATABASE_URL=url)
+    if group == "reader":
+        patient.work()
+        patient.sql("select flowforge.pause_queue('default')")
+    elif group != "owner":
+        patient.sql(
+            "create or replace function flowforge.schema_version() returns bigint language sql return 0"
+        )
+    found = patient.all("--database-url", url)
+    said = {each["check"]: each["remedy"] for each in found}
+    own = f" --database-url {shlex.quote(url)}"
+    if group == "reader":
+        assert said["paused queues"] == "flowforge resume default, with an operator's login"
+        assert said["scheduler"].endswith("flowforge scheduler, with the scheduler's login")
+    elif group == "owner":
+        assert said["scheduler"].endswith(f"flowforge scheduler{own}")
+    else:
+        assert said["schema"] == "flowforge migrate, with the login that migrates"
+
+
 # -- settings
 
 
@@ -108,7 +133,7 @@ def test_the_database_does_not_exist(patient: Patient) -> None:
     found = patient.problem("database")
     assert "does not exist" in found["detail"]
     assert found["remedy"].startswith(
-        "createdb it, then flowforge migrate, or correct FLOWFORGE_DATABASE_URL"
+        "createdb it, then flowforge migrate, with the login that migrates, or correct FLOWFORGE_DATABASE_URL"
     )
     assert patient.examine(code=1)["schema"] == {
         "status": "skipped",
@@ -154,6 +179,28 @@ def test_a_password_that_breaks_its_url(patient: Patient, variable: str, check: 
     patient.set(**{variable: f"{scheme}://someone:s3cret@x@127.0.0.1:1x/d"})
     assert "%40" in patient.problem(check)["remedy"]
     assert "s3cret" not in patient.shell("doctor", code=1).output
+
+
+def test_a_server_that_takes_connections_and_answers_nothing(
+    patient: Patient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "MOMENT", 0.5)
+    server, connect = patient.db.server, Setup.connect
+    with Proxy(server.port) as proxy:
+
+        def then_silent(setup: Setup) -> db.Connection:
+            conn = connect(setup)
+            proxy.stalled = True
+            return conn
+
+        monkeypatch.setattr(Setup, "connect", then_silent)
+        url = f"{server.dsn(patient.db.name, tcp=True)} port={proxy.port} sslmode=disable"
+        patient.set(FLOWFORGE_DATABASE_URL=url)
+        found = patient.examine(code=exits.EXIT_FAILED)
+    assert found["database"]["status"] == "ok"
+    assert "no question answered within 0.5 s" in found["server answers"]["detail"]
+    assert found["server answers"]["remedy"].endswith("or correct FLOWFORGE_DATABASE_URL")
+    assert found["version"]["detail"] == found["invariants"]["detail"] == "the server does not answer"
 
 
 def test_the_server_is_down_then_a_standby(patient: Patient) -> None:
@@ -281,7 +328,7 @@ def test_work_waits_and_there_is_no_scheduler(patient: Patient) -> None:
     patient.work()
     found = patient.problem("scheduler")
     assert found["detail"] == "none has ever run here, and 1 run waits"
-    assert found["remedy"] == "start one: flowforge scheduler"
+    assert found["remedy"] == "start one: flowforge scheduler, with the scheduler's login"
     with patient.scheduler():
         patient.well("scheduler")
 
@@ -300,7 +347,7 @@ def test_a_lost_worker_s_lease_has_run_out_and_there_is_no_scheduler(patient: Pa
     patient.sql("update flowforge.worker set seen_at = now() - interval '5 min'")
     found = patient.problem("leases")
     assert found["detail"] == "1 have run out, and there is no scheduler to take the work back"
-    assert found["remedy"] == "start one: flowforge scheduler"
+    assert found["remedy"] == "start one: flowforge scheduler, with the scheduler's login"
     with patient.scheduler():
         patient.well("leases")
 

@@ -25,14 +25,16 @@ def patient(db: Database, rabbit: Broker, amqp_namespace: str) -> Patient:
 def test_no_publisher_and_then_no_consumer(patient: Patient, rabbit: Broker) -> None:
     patient.work()
     patient.sql("select flowforge.dispatch_ready()")
-    assert patient.warning("publisher")["remedy"] == "start one: flowforge publisher"
+    assert (
+        patient.warning("publisher")["remedy"] == "start one: flowforge publisher, with the publisher's login"
+    )
     patient.sql("update flowforge.outbox set next_attempt_at = now() - interval '5 min'")
     found = patient.examine(code=exits.EXIT_FAILED)
     assert found["publisher"]["status"] == "problem"
     assert re.match(
         r"none is connected; 1 to be published, the oldest for 0:05:0", found["publisher"]["detail"]
     )
-    assert found["publisher"]["remedy"] == "start one: flowforge publisher"
+    assert found["publisher"]["remedy"] == "start one: flowforge publisher, with the publisher's login"
     name = Names(patient.config.namespace).queue("default")
     assert found["broker queues"]["detail"] == f"missing: {name}"
     assert "flowforge publisher" in found["broker queues"]["remedy"]
@@ -63,6 +65,7 @@ def test_a_queue_with_other_arguments(patient: Patient, rabbit: Broker) -> None:
     found = patient.problem("broker queues")
     assert f"queue '{name}' exists with other arguments: x-queue-type should be 'quorum'" in found["detail"]
     assert f"rabbitmqctl delete_queue {name}" in found["remedy"]
+    assert patient.seen("publisher")["remedy"].startswith("see broker queues first, ")
     rabbit.delete_queue(name)
     with patient.publisher():
         patient.well("broker queues")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from psycopg.errors import DeadlockDetected
 
+from flowforge.connecting import check_start
 from flowforge.errors import ConfigError, DatabaseError, MissingPrivilege, SchemaError
 from flowforge.migrate import ROLES, SCHEMA_VERSION, _patiently, check_schema, migrate
 from tests.services import postgres
@@ -335,6 +336,9 @@ def test_an_old_or_missing_schema_is_told_apart(pg_server: PostgresServer, empty
         )
         with pytest.raises(SchemaError, match=f"has version 0, this program needs {SCHEMA_VERSION}"):
             check_schema(conn)
+        # The same words where a function is missing too, as of a daemon's.
+        with pytest.raises(SchemaError, match=f"has version 0, this program needs {SCHEMA_VERSION}"):
+            check_start(conn, ["schema_version", "not_yet_there"], "flowforge_worker")
 
 
 def test_errors_of_the_connection_are_this_projects_own(pg_server: PostgresServer) -> None:

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from psycopg.conninfo import make_conninfo
 from flowforge.broker import PublishChannel
 from flowforge.config import Config
 from flowforge.db import connect
+from flowforge.doctor import examine
 from flowforge.errors import BrokerMisconfigured, BrokerUnavailable
 from tests.python.channels import TIMEOUT, ensure, kinds, message, opening
 from tests.python.cluster import Cluster
@@ -174,6 +177,48 @@ def test_a_password_that_changes_is_read_anew(config: Config, opened: Callable[[
     wait_until(lambda: channel.state == "connected", "the login with the new password")
 
 
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"amqp_ca_file": "stranger"}, "certificate of the broker's authority in FLOWFORGE_AMQP_CA_FILE"),
+        ({"localhost": "127.0.0.1"}, "name the broker in FLOWFORGE_AMQP_URL as its certificate does"),
+        ({"amqp_cert_file": ""}, "a certificate, name one that it trusts in FLOWFORGE_AMQP_CERT_FILE"),
+        ({"port": "plain"}, "that port takes no TLS: give the port that does, or write amqp://"),
+        ({"amqps": "amqp"}, "if it takes TLS, write amqps:// in FLOWFORGE_AMQP_URL"),
+    ],
+)
+def test_doctor_tells_what_to_set_for_the_broker(
+    config: Config,
+    certificates: Certificates,
+    broker: tuple[RabbitServer, int],
+    change: dict[str, str],
+    remedy: str,
+) -> None:
+    server, port = broker
+    [(what, value)] = change.items()
+    if what.startswith("amqp_"):
+        value = str(certificates.stranger) if value else ""
+        config = config.replace(**{what: value})
+    else:
+        old, new = (str(port), str(server.port)) if what == "port" else (what, value)
+        config = config.replace(amqp_urls=(config.amqp_urls[0].replace(old, new, 1),))
+    findings = {each.check: each for each in examine(config.replace(database_url="host=/nowhere"), "here")}
+    found = findings["broker"]
+    assert found.status == "problem"
+    assert remedy in found.remedy, found
+
+
+def test_doctor_names_the_place_of_the_setting(
+    config: Config, certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "flowforge.toml"
+    path.write_text(f'amqp_ca_file = "{certificates.stranger}"')
+    monkeypatch.setenv("FLOWFORGE_CONFIG", str(path))
+    config = config.replace(amqp_ca_file=str(certificates.stranger), database_url="host=/nowhere")
+    findings = {each.check: each for each in examine(config, "here")}
+    assert f"in amqp_ca_file in {path}" in findings["broker"].remedy
+
+
 # PostgreSQL
 
 
@@ -233,6 +278,38 @@ def test_a_postgresql_that_is_not_the_right_one_is_not_used(
         change = {"sslrootcert": str(certificates.stranger)}
     with pytest.raises(psycopg.OperationalError, match=reason):
         connect(make_conninfo(**address | change), application_name="test")
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"sslrootcert": "/nowhere"}, "name the file with the certificate of the server's authority by"),
+        ({"sslrootcert": "stranger"}, "name the certificate of the authority that the server's is from"),
+        ({"host": "127.0.0.1"}, "name the server by host in here as its certificate does"),
+        ({"sslmode": "disable"}, "set sslmode=verify-full in here if it admits TLS only"),
+        ({"sslcert": "authority", "sslkey": "stranger"}, "name this client's own certificate and key"),
+        ({"port": "without"}, "let the server take TLS (ssl = on), or ask for none: sslmode=disable in here"),
+    ],
+)
+def test_doctor_tells_what_to_set_for_postgresql(
+    address: dict[str, Any], certificates: Certificates, change: dict[str, str], remedy: str
+) -> None:
+    change = {key: str(getattr(certificates, value, value)) for key, value in change.items()}
+    with socket.create_server(("127.0.0.1", 0)) as without, ThreadPoolExecutor() as threads:
+        if "port" in change:
+            change = {"port": without.getsockname()[1], "hostaddr": "127.0.0.1"}
+            threads.submit(_refuse_tls, without)
+        found = next(iter(examine(Config(database_url=make_conninfo(**address | change)), "here")))
+    assert (found.check, found.status) == ("database", "problem")
+    assert remedy in found.remedy, found
+
+
+def _refuse_tls(listening: socket.socket) -> None:
+    client, _ = listening.accept()
+    with client:
+        client.recv(100)
+        client.sendall(b"N")
+        client.recv(100)
 
 
 def test_a_service_file_names_it_all(

@@ -297,11 +297,8 @@ def test_hd_35_this_releases_daemons_refuse_the_last_ones_schema(old: Database, 
         assert done.returncode == EXIT_SCHEMA
         entries = map(json.loads, done.stderr.splitlines())
         (line,) = [entry["event"] for entry in entries if entry["level"] == "error"]
-        # What is missing by name, where a daemon calls what the last release has not got.
-        told = (
-            f"has version {version}, this program needs {SCHEMA_VERSION}|is too old: it has no function \\w+"
-        )
-        assert re.fullmatch(f"the schema ({told}); run `flowforge migrate`", line)
+        told = f"the schema has version {version}, this program needs {SCHEMA_VERSION}"
+        assert line == f"{told}; run `flowforge migrate`"
 
 
 def schema_of(server: PostgresServer, name: str) -> str:

@@ -289,6 +289,42 @@ def test_an_answer_that_nobody_reads_is_not_kept(monkeypatch: pytest.MonkeyPatch
         wait_until(lambda: not server.server_state.connections, "the end of the connection", 30)
 
 
+def test_an_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "REQUEST_LIMIT", 0.5)
+    released = threading.Event()
+
+    async def slow(_scope: Any, _receive: Any, send: Any) -> None:
+        await asyncio.to_thread(released.wait, 60)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    with serving(slow) as (_, port), socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(GET + b"\r\n")
+        with socket.create_connection(("127.0.0.1", port)) as later:
+            assert ends(later)
+        released.set()
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_an_answer_may_be_read_for_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_server, "REQUEST_LIMIT", 0.5)
+    size = 30_000_000
+
+    async def large(_scope: Any, _receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(size).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    with serving(large) as (_, port):
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        client.request("GET", "/")
+        answer = client.getresponse()
+        with socket.create_connection(("127.0.0.1", port)) as later:
+            assert ends(later)
+        assert len(answer.read()) == size
+        client.close()
+
+
 def test_connections_beyond_the_most_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_server, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(web_server, "REQUEST_LIMIT", 600.0)
