@@ -264,6 +264,21 @@ def test_refused_connection_says_what_to_check(db: Database) -> None:
         assert "the database does not exist; check the connection string" in told
 
 
+def test_a_database_that_takes_no_writes_is_called_that(db: Database) -> None:
+    """And not one that is down, whether the session or its first statement tells."""
+    with Client(db.dsn) as client:
+        client.define(flow)
+    for attributes in ("any", "read-write"):
+        url = make_conninfo(
+            db.dsn, options="-c default_transaction_read_only=on", target_session_attrs=attributes
+        )
+        told = Shell(url)("trigger", "orders", code=exits.EXIT_DATABASE).stderr
+        assert "the database takes no writes: " in told
+        assert "read-only" in told
+        assert "`flowforge doctor` tells which" in told
+        assert "running" not in told
+
+
 # -- registering workflows
 
 

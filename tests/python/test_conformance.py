@@ -258,6 +258,12 @@ def test_the_worker_has_a_login_of_its_own(
     assert (told_worker["PGUSER"], told_worker["PGPASSWORD"]) == (its["user"], password)
 
 
+def test_no_login_is_to_become_the_owner_for_it(db: Database) -> None:
+    shell = Shell(db.create_login("flowforge_reader"))
+    told = shell("conformance", "x", code=exits.EXIT_PRIVILEGE).stderr
+    assert told.rstrip().endswith("; remedy: give it the login that migrated its database")
+
+
 def test_what_the_system_refuses_is_not_laid_at_the_worker_s_door(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,16 @@ def test_no_publisher_and_then_no_consumer(patient: Patient, rabbit: Broker) -> 
         patient.well("broker consumers")
 
 
+def test_what_a_login_may_not_see_says_what_to_grant(patient: Patient) -> None:
+    patient.set(FLOWFORGE_DATABASE_URL=patient.db.create_login("flowforge_worker"))
+    found = patient.seen("broker queues")
+    assert found["status"] == "skipped"
+    assert f': grant flowforge_operator to "{patient.login}"' in found["detail"]
+    patient.set(FLOWFORGE_DATABASE_URL=patient.db.create_login())
+    found = patient.seen("autovacuum")
+    assert f': grant flowforge_operator to "{patient.login}"' in found["detail"]
+
+
 def test_looking_makes_nothing_on_the_broker(patient: Patient, rabbit: Broker) -> None:
     patient.work()
     patient.examine(code=exits.EXIT_FAILED)
