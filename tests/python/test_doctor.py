@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flowforge import db, exits, listen
-from flowforge.doctor import database
+from flowforge.doctor import database, setup
 from flowforge.doctor.setup import Setup
 from tests.python.patient import Patient
 from tests.python.proxy import Proxy
@@ -185,11 +185,12 @@ def test_a_server_that_takes_connections_and_answers_nothing(
     patient: Patient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "MOMENT", 0.5)
+    monkeypatch.setattr(setup, "_CHECK_SECONDS", float("inf"))
     server, connect = patient.db.server, Setup.connect
     with Proxy(server.port) as proxy:
 
-        def then_silent(setup: Setup) -> db.Connection:
-            conn = connect(setup)
+        def then_silent(self: Setup) -> db.Connection:
+            conn = connect(self)
             proxy.stalled = True
             return conn
 
