@@ -276,6 +276,8 @@ begin
             select coalesce(array_agg(c.task_run_id order by c.task_run_id), '{}') into v_chosen
             from (select tr.task_run_id from flowforge.task_run tr
                   where tr.queue_id = v_queue_id and tr.stage = 'dispatched'
+                      -- One without a further token would fail every batch; fail_undeliverable takes it.
+                      and tr.fencing_token < 9223372036854775807
                       and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null
                   order by tr.priority desc, tr.task_run_id
                   limit claim_next.max_rows - cardinality(v_won)
@@ -283,12 +285,13 @@ begin
             continue when v_chosen = '{}';
             v_won := v_won || flowforge._take(v_chosen, claim_next.worker, claim_next.claim_id, v_lease);
         end loop;
-        -- The orders to publish are consumed with the claim; one that a publisher holds is left to the sweep.
+        -- The orders to publish are consumed with the claim; one that a publisher holds is left to the sweep. "+ 0": in the
+        -- order of the primary key, all that is in the outbox would be read for each, dead rows and all.
         delete from flowforge.outbox o
         where o.outbox_id = any (array(
             select l.outbox_id from unnest(v_won) u (task_run_id)
             cross join lateral (select o.outbox_id from flowforge.outbox o where o.task_run_id = u.task_run_id
-                                order by o.outbox_id for update skip locked) l));
+                                order by o.outbox_id + 0 for update skip locked) l));
     end if;
 
     v_dispatch_ids := array(

@@ -134,9 +134,9 @@ declare
 begin
     perform flowforge._require_read_committed('fail_undeliverable');
     perform flowforge._check_count('max_rows', fail_undeliverable.max_rows);
-    -- Not started in time, or not to be published any more. The windows and the parked rows are few.
+    -- Not started in time, without a further token, or not to be published any more. The windows and the parked rows are few.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.stage = 'dispatched' and tr.start_deadline <= v_now
+        where tr.stage = 'dispatched' and (tr.start_deadline <= v_now or tr.fencing_token = 9223372036854775807)
         limit fail_undeliverable.max_rows for no key update skip locked);
     v_parked := array(
         select l.task_run_id
@@ -160,6 +160,7 @@ begin
             then 'the message cannot be published: ' || (select o.last_error from flowforge.outbox o
                 where o.task_run_id = tr.task_run_id and o.dispatch_id = tr.dispatch_id and o.parked_at is not null
                 order by o.parked_at desc, o.outbox_id desc limit 1)
+            when tr.fencing_token = 9223372036854775807 then 'cannot be claimed: its fencing token has reached its last value'
             else format('not started within %s s', (
                 select extract(epoch from t.start_within)::double precision from flowforge.task t where t.task_id = tr.task_id)) end
     where tr.task_run_id = any (v_ids || v_parked) and tr.state = 'ready';
@@ -171,7 +172,7 @@ begin
 end
 $$;
 comment on function flowforge.fail_undeliverable(bigint) is
-    'Fails ready task runs whose message can never be published (an order was parked, none was written since, and none is still to be published), or that were not started within start_within. Answers how many. Raises WF001, WF008.';
+    'Fails ready task runs whose message can never be published (an order was parked, none was written since, and none is still to be published), that were not started within start_within, or whose fencing token has reached its last value. Answers how many. Raises WF001, WF008.';
 
 create or replace function flowforge.sweep_outbox(max_rows bigint default 2000) returns bigint
 language plpgsql volatile security definer

@@ -12,7 +12,8 @@ declare
     v_armed bigint[];
 begin
     -- An earlier order that is still unpublished serves, if it is due in time (it may wait out a back-off) and can be
-    -- locked: a publisher or the sweep may otherwise be about to mark or delete it. It is never changed.
+    -- locked: a publisher or the sweep may otherwise be about to mark or delete it. It is never changed. "+ 0" keeps the plan
+    -- from reading the outbox in the order of its primary key.
     v_armed := array(
         select l.task_run_id from unnest(p_task_run_ids) u (task_run_id)
         cross join lateral (
@@ -21,7 +22,7 @@ begin
                 and (o.dispatch_id, true) = (
                     select tr.dispatch_id, o.next_attempt_at <= greatest(tr.available_at, p_now)
                     from flowforge.task_run tr where tr.task_run_id = u.task_run_id)
-            order by o.outbox_id limit 1 for update skip locked) l
+            order by o.outbox_id + 0 limit 1 for update skip locked) l
         order by l.task_run_id);
     insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
     select tr.task_run_id, tr.dispatch_id, tr.attempt,
@@ -107,7 +108,9 @@ begin
         claim_id = null, lease_owner = null, lease_expires_at = null, lease_length = null, deadline = null
     where tr.task_run_id = any (p_task_run_ids) and tr.state = 'running';
     perform flowforge._arm(p_task_run_ids, p_now);
-    perform flowforge._wake_delivery();
+    if 'ready' = any (v_states) then
+        perform flowforge._wake_delivery();
+    end if;
 end
 $$;
 comment on function flowforge._give_back(bigint[], text, text, boolean, interval[], timestamptz) is
@@ -161,7 +164,6 @@ begin
                       from flowforge.task_run tr join flowforge.task t on t.task_id = tr.task_id
                       where tr.task_run_id = release_task_run.task_run_id),
                 array[false], false, v_now);
-            perform flowforge._wake_scheduler();
         else
             perform flowforge._give_back(array[release_task_run.task_run_id], null, null, false,
                 array[least(interval '60 s', greatest(interval '1 s', (v_now - v_unknown_since) / 2 * (1 + random() / 4)))], v_now);
@@ -280,7 +282,7 @@ begin
             end;
         end loop;
     end if;
-    perform flowforge._wake_scheduler();
+    -- The scheduler is who calls this, and looks on at once: nothing is to wake it for.
     return v_reaped;
 end
 $$;

@@ -34,7 +34,7 @@ def by_messages(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("last", [INT4, INT8 - 1000])
-def test_sequences(committing: Engine, last: int) -> None:
+def test_hd_27_sequences(committing: Engine, last: int) -> None:
     """Not in a transaction that is rolled back, since sequences do not roll back."""
     sequences = committing.rows(
         """select c.oid::regclass::text as name from pg_class c
@@ -69,7 +69,7 @@ def set_counters(engine: Engine, value: int, where: str = "true") -> None:
 
 
 @pytest.mark.parametrize("value", [INT4, INT8])
-def test_counters_at_their_last_value_but_one(engine: Engine, value: int) -> None:
+def test_hd_27_counters_at_their_last_value_but_one(engine: Engine, value: int) -> None:
     run_id = engine.start(task("a"), task("m", map="a"), task("b", "m"))
     set_counters(engine, value)
     claim = engine.claim_one()
@@ -85,7 +85,7 @@ def test_counters_at_their_last_value_but_one(engine: Engine, value: int) -> Non
 
 
 @pytest.mark.parametrize("column", ["failures", "reaps", "redispatches"])
-def test_bounded_counters_at_their_last_value_but_one(engine: Engine, column: str) -> None:
+def test_hd_27_bounded_counters_at_their_last_value_but_one(engine: Engine, column: str) -> None:
     run_id = engine.start(task("a", max_reaps=1_000_000, retry={"max_attempts": 1_000_000}))
     value = INT8 if column == "redispatches" else 999_998
     engine.rows(f"update flowforge.task_run set {column} = %s", value)
@@ -104,20 +104,27 @@ def test_bounded_counters_at_their_last_value_but_one(engine: Engine, column: st
     assert (getattr(row, column), row.state in ("pending", "ready")) == (value + 1, True)
 
 
-def test_a_row_at_its_end_fails_alone(engine: Engine) -> None:
-    """A batch that raises is repeated one by one: only the row itself fails, by a clear error."""
-    engine.start(task("a"), task("b"))
-    spent, good = engine.messages()
+def test_hd_27_a_row_at_its_end_fails_alone(engine: Engine) -> None:
+    """A batch that names it raises, and is repeated one by one; who chooses passes over it. It fails by a
+    clear error."""
+    run_id = engine.start(task("a"), task("b"), task("c"))
+    spent, good, _ = engine.messages()
     set_counters(engine, 2**63 - 1, f"task_run_id = {spent.task_run_id}")
     for orders in ([spent, good], [spent]):
         ids, dispatch_ids = [each.task_run_id for each in orders], [each.dispatch_id for each in orders]
         with engine.refuses("22003", "bigint out of range"):
             engine.table("claim_task_runs", ids, dispatch_ids, "w", uuid.uuid4(), "9 s")
     assert engine.claim(good).outcome == "claimed"
+    assert [each.task for each in engine.claim_next()] == ["c"]
+    assert engine.call("fail_undeliverable") == 1
+    row = engine.task_run(run_id, "a")
+    assert (row.state, row.error) == (
+        "failed", "cannot be claimed: its fencing token has reached its last value",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("value", [-(2**63), -1, 0, 2**31, 2**63 - 1])
-def test_any_bigint_is_an_id_that_may_be_asked_for(engine: Engine, value: int) -> None:
+def test_hd_27_any_bigint_is_an_id_that_may_be_asked_for(engine: Engine, value: int) -> None:
     engine.start(task("a"))
     engine.claim_one()
     with engine.changes_nothing():
