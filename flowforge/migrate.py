@@ -28,6 +28,7 @@ from psycopg import errors as pg
 from psycopg import sql
 
 from flowforge import db, log
+from flowforge.crash import crash_point
 from flowforge.errors import MissingPrivilege, SchemaError, from_database
 
 # Raised by the first change to sql/ after a release, with schema_version() in sql/functions/_common.sql.
@@ -390,6 +391,8 @@ def _functions(conn: db.Connection, directory: Path) -> int:
         version = _value(conn, "select flowforge.schema_version()")
         if version != SCHEMA_VERSION:
             raise SchemaError(f"the functions have version {version}, this program {SCHEMA_VERSION}")
+        crash_point("migrate:before-functions-commit")
+    crash_point("migrate:after-functions-commit")
     return count
 
 

@@ -17,6 +17,7 @@ import pika.exceptions
 from flowforge.broker.connection import Resume, Steps, cause, unusable
 from flowforge.broker.declare import Declaring
 from flowforge.config import Config
+from flowforge.crash import crash_point
 from flowforge.errors import BrokerForbidden
 
 _HEADER_FRAME = (
@@ -245,6 +246,7 @@ class PublishChannel(Declaring):
             self._publishing.basic_publish(
                 self._names.exchange, message.queue, message.body, batch.properties[index], mandatory=True
             )
+            crash_point("publisher:after-publish")
 
     def _returned(self, _channel: Any, method: Any, properties: pika.BasicProperties, _body: bytes) -> None:
         # It precedes the confirm of the same message.
@@ -256,6 +258,7 @@ class PublishChannel(Declaring):
         if channel is not self._publishing:
             self._answered(channel, frame)  # the probe
             return
+        crash_point("publisher:before-confirm")
         method = frame.method
         acked = method.NAME == "Basic.Ack"
         tags = [method.delivery_tag]

@@ -1,12 +1,13 @@
 """Workflows of the scenarios. Each handler tells a witness, a file outside the engine, what it executes, then
 does what the run's input asks of its task: {"sleep": s, "exit": code, "fail": true, "attempts": n, "until":
-file, "progress": message, "transaction": file, "spin": file, "hold": s, "fork": true, "output": …}. Output
-and error name the token, so that whatever is accepted tells whose it is.
+file, "progress": message, "transaction": file, "spin": file, "hold": s, "fork": true, "die": file, "output":
+…}. Output and error name the token, so that whatever is accepted tells whose it is.
 """
 
 import ctypes
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def _write(ctx: Context, until: Path) -> None:
 
 def _hog(asked: dict[str, Any], ctx: Context) -> None:
     """Be no good neighbour to the worker's other threads: compute until a file is there, hold the
-    interpreter's lock in C (the first owner only), fork."""
+    interpreter's lock in C (the first owner only), fork, kill the process unless a file tells that this was
+    done."""
     while "spin" in asked and not Path(asked["spin"]).exists():
         sum(range(200_000))
     if "hold" in asked and ctx.fencing_token == 1:
@@ -77,10 +79,15 @@ def _hog(asked: dict[str, Any], ctx: Context) -> None:
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)
+    if "die" in asked and not Path(asked["die"]).exists():
+        Path(asked["die"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def unstorable(kind: Any) -> Any:
     """Values that JSON or PostgreSQL cannot keep, by name; anything else as it is."""
+    if not isinstance(kind, str):
+        return kind
     deep: list[Any] = []
     for _ in range(20_000):
         deep = [deep]
@@ -115,3 +122,8 @@ mixed.task(name="broken", after=["a"])(act)
 mixed.task(name="rescue", after=["broken"], when="any_failed")(act)
 mixed.task(name="skipped", after=["broken"])(act)
 mixed.task(name="end", after=["flaky", "rescue", "skipped"], when="all_done")(act)
+
+mapped = Workflow("mapped")
+mapped.task(name="items")(act)
+mapped.task(name="each", map="items")(act)
+mapped.task(name="last", after=["each"])(act)
