@@ -89,7 +89,8 @@ def test_hd_26_what_is_dead_costs_little(db: Database) -> None:
         assert {
             name: (before[name], after[name])
             for name in BY_KEY
-            if after[name] > before[name] * HIGHER_TREES + CHANCE
+            # Trees that had been a page or two have grown by a level, or two.
+            if after[name] > before[name] * 2
         } == {}
         assert {
             name: (before[name], after[name])
