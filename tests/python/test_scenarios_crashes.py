@@ -54,14 +54,15 @@ def steps() -> dict[str, list[str]]:
 
 
 class Lane:
-    """A daemon that is started again and again, each time to die at the next step, and at last to live."""
+    """A daemon that is started again and again, each time to die at the next step. At last it lives; but a
+    worker waits for the others' steps: it would leave them nothing to do."""
 
     def __init__(self, cluster: Cluster, name: str, points: list[str], **environment: str) -> None:
         self._cluster, self._name, self._environment = cluster, name, environment
         self._left = list(points)
         self.point: str | None = None
         self.dead: list[tuple[str, Process]] = []
-        self.process = self._start()
+        self._process: Process | None = self._start()
 
     def _start(self) -> Process:
         self.point = self._left.pop(0) if self._left else None
@@ -71,12 +72,19 @@ class Lane:
 
     def done(self) -> bool:
         """Whether all steps are behind it. One that has died is followed by the next."""
-        if not self.process.running():
-            assert self.process.wait() == -signal.SIGKILL, f"at {self.point}: {self.process.log.read_text()}"
+        if self._process is not None and not self._process.running():
+            assert self._process.wait() == -signal.SIGKILL, f"{self.point}: {self._process.log.read_text()}"
             assert self.point is not None, "died of something else"
-            self.dead.append((self.point, self.process))
-            self.process = self._start()
+            self.dead.append((self.point, self._process))
+            if self._left or self._name != "worker":
+                self._process = self._start()
+            else:
+                self._process = self.point = None
         return self.point is None
+
+    def live(self) -> None:
+        """From now on, if it does not already."""
+        self._process = self._process or self._start()
 
 
 class Load:
@@ -169,6 +177,7 @@ def test_hd_40_a_process_dies_at_every_step(rabbit_cluster: Cluster, rabbit_serv
         pytest.fail(f"never reached: {[lane.point for lane in lanes.values() if lane.point]}")
     for name, lane in lanes.items():
         assert [point for point, _ in lane.dead] == points[name]
+        lane.live()
     _migrate(cluster, points["migrate"])
     killed = {process.pid for lane in lanes.values() for _, process in lane.dead}
     killed.add(_die_in_a_task(cluster, load, worker))
