@@ -12,8 +12,8 @@ import json
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -45,6 +45,8 @@ A_CONNECTION_STRING = (
 _FIRST_POLL, _POLL_GROWTH, _LONGEST_POLL = 0.01, 1.5, 0.25
 _LONGEST_PAUSE = 5.0  # while the database is away
 _IDLE_BEFORE_CHECK = 1.0
+_CHECK_LIMIT = 5.0
+_LAST_LOOK = 2.0  # seconds that a look may take beyond the end of a wait
 _DEFINE = b"select workflow, version, created from flowforge.define_workflow(spec => %s::jsonb)"
 
 
@@ -111,8 +113,11 @@ class Client:
     when a value is not JSON that PostgreSQL can keep.
     """
 
-    def __init__(self, dsn: str | None = None) -> None:
+    def __init__(self, dsn: str | None = None, *, call_timeout: Duration = 300) -> None:
         """`dsn` is a PostgreSQL connection string; FLOWFORGE_DATABASE_URL when left out.
+
+        call_timeout: the longest wait for an answer, in seconds, before the connection counts as lost and
+            DatabaseUnavailable is raised. `trigger_many` of a great many runs may need more.
 
         Raises ConfigError when there is neither, or it is none.
         """
@@ -126,6 +131,7 @@ class Client:
                 "no database: give Client a connection string, or set FLOWFORGE_DATABASE_URL; "
                 'that of a running `flowforge up` is the line "database" of what it prints'
             )
+        self._limit = _seconds(call_timeout, "call_timeout")
         self._lock = threading.Lock()
         self._connection: db.Connection | None = None
         self._used_at = 0.0
@@ -255,32 +261,34 @@ class Client:
         return list(rows[0][0])
 
     def wait(self, run_id: int, *, timeout: Duration | None = None) -> RunResult:
-        """Waits until the run has ended, however it ends; for ever when `timeout` is left out. Once the run
-        was found, a database that is away is waited for too.
+        """Waits until the run has ended, however it ends; for ever when `timeout` is left out. Once the
+        database has answered this client, it is waited for too when it is away.
 
         Raises WaitTimeout when the run goes on after `timeout`, as far as the database could be asked.
         """
         limit = None if timeout is None else _seconds(timeout, "timeout")
         deadline = float("inf") if limit is None else time.monotonic() + limit
         pause, backoff = _FIRST_POLL, db.Backoff(cap=_LONGEST_PAUSE)
-        away: DatabaseUnavailable | None = None
-        result = self.result(run_id)
-        while not result.ended:
+        workflow = ""
+        while True:
+            away: DatabaseUnavailable | None = None
+            try:
+                result = self._look(run_id, deadline)
+            except DatabaseUnavailable as error:
+                if not self._used_at and time.monotonic() < deadline:
+                    raise
+                away, pause = error, backoff.next()
+            else:
+                if result.ended:
+                    return result
+                backoff.reset()
+                pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
+                workflow = f" of workflow {result.workflow!r}"
             left = deadline - time.monotonic()
             if left <= 0:
                 unknown = "" if away is None else f", as far as is known: {away}"
-                raise WaitTimeout(
-                    f"run {run_id} of workflow {result.workflow!r} has not ended after {limit} s{unknown}"
-                ) from away
+                raise WaitTimeout(f"run {run_id}{workflow} has not ended after {limit} s{unknown}") from away
             time.sleep(min(pause, left))
-            try:
-                result, away = self.result(run_id), None
-            except DatabaseUnavailable as error:
-                away, pause = error, backoff.next()
-            else:
-                backoff.reset()
-                pause = min(pause * _POLL_GROWTH, _LONGEST_POLL)
-        return result
 
     @overload
     def result(self, run_id: int) -> RunResult: ...
@@ -300,18 +308,22 @@ class Client:
                 repeatable=True,
             )
             return None if output is None else _read(output, run_id, task)
+        return self._look(run_id)
+
+    def _look(self, run_id: int, until: float = float("inf")) -> RunResult:
         rows = self._call(
             "select workflow, version, state, created_at, finished_at, coalesce(outputs, '{}')::text, "
             "coalesce(errors, '{}'), finished_at is not null and outputs is null "
             "from flowforge.run_result(run_id => %s::bigint)",
             [_run(run_id)],
             repeatable=True,
+            until=until,
         )
         run = list(rows[0])
-        run[5] = self._outputs(run_id, run[5])
+        run[5] = self._outputs(run_id, run[5], until)
         return RunResult(run_id, *run)
 
-    def _outputs(self, run_id: int, text: str) -> dict[str, Any]:
+    def _outputs(self, run_id: int, text: str, until: float) -> dict[str, Any]:
         try:
             return dict(json.loads(text))
         except (ValueError, RecursionError):  # of one task: the error shall name it
@@ -320,6 +332,7 @@ class Client:
                 "from flowforge.run_result(run_id => %s::bigint) r, jsonb_each(r.outputs) o",
                 [run_id],
                 repeatable=True,
+                until=until,
             )
             return {task: _read(output, run_id, task) for task, output in each}
 
@@ -353,26 +366,49 @@ class Client:
         )
         return int(count)
 
-    def _call(self, query: str, params: list[Any], *, repeatable: bool) -> list[tuple[Any, ...]]:
-        return self._asked(query, params, repeatable=repeatable)[0]
+    def _call(
+        self, query: str, params: list[Any], *, repeatable: bool, until: float = float("inf")
+    ) -> list[tuple[Any, ...]]:
+        return self._asked(query, params, repeatable=repeatable, until=until)[0]
 
     def _asked(
-        self, query: str, params: list[Any], *, repeatable: bool
+        self, query: str, params: list[Any], *, repeatable: bool, until: float = float("inf")
     ) -> tuple[list[tuple[Any, ...]], bool]:
         """The rows, and whether they answer a repeat, of which the first try may have taken effect."""
         for value in params:
             _check_text(value)
-        return self._repeated(lambda connection: db.call(connection, query, params), repeatable=repeatable)
+        return self._repeated(
+            lambda connection: db.call(connection, query, params), repeatable=repeatable, until=until
+        )
 
-    def _repeated(self, work: Callable[[db.Connection], _T], *, repeatable: bool) -> tuple[_T, bool]:
+    @contextmanager
+    def _turn(self, until: float) -> Iterator[None]:
+        """The connection for this thread, once those before it have had it."""
+        if not self._lock.acquire(timeout=-1 if until == float("inf") else self._left(until)):
+            raise DatabaseUnavailable("the connection was in use by another thread until the end of the wait")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _left(self, until: float) -> float:
+        """Seconds for an answer."""
+        return min(self._limit, max(0.0, until - time.monotonic()) + _LAST_LOOK)
+
+    def _repeated(
+        self, work: Callable[[db.Connection], _T], *, repeatable: bool, until: float = float("inf")
+    ) -> tuple[_T, bool]:
         """What `work` answers, and whether that is of a repeat."""
-        with self._lock:
+        with self._turn(until):
             if self._closed:
                 raise InvalidArgument("the client is closed: make a new one, or call it before close()")
             for last in (False, True):
-                connection = self._connected(check=not repeatable)
+                ends = time.monotonic() + self._left(until)
+                is_new = self._connection is None
+                connection = self._connected(ends, check=not repeatable)
                 try:
-                    answer = work(connection)
+                    with db.answered_within(connection, max(0.0, ends - time.monotonic())):
+                        answer = work(connection)
                 except DatabaseError:  # of a transaction that was undone
                     self._used_at = time.monotonic()
                     raise
@@ -380,7 +416,8 @@ class Client:
                     dead = db.connection_useless(connection, error)
                     if dead:
                         self._drop()
-                    if dead and repeatable and not last:
+                    in_vain = is_new and time.monotonic() >= ends  # no other connection would be answered
+                    if dead and repeatable and not last and not in_vain:
                         continue
                     raise from_database(error) from error
                 except BaseException:  # interrupted half way: what the server would answer next is unknown
@@ -390,20 +427,24 @@ class Client:
                 return answer, last
             raise AssertionError("unreachable")
 
-    def _connected(self, *, check: bool) -> db.Connection:
-        """The connection, made if there is none. With `check` one that stood idle is tried, and replaced if
-        dead.
+    def _connected(self, ends: float, *, check: bool) -> db.Connection:
+        """The connection, made if there is none until the moment `ends`. With `check` one that stood idle is
+        tried, and replaced if dead.
         """
         if self._connection is not None and check and time.monotonic() - self._used_at > _IDLE_BEFORE_CHECK:
             try:
-                self._connection.execute("select")
+                with db.answered_within(self._connection, min(_CHECK_LIMIT, ends - time.monotonic())):
+                    self._connection.execute("select")
             except psycopg.Error:
                 self._drop()
         if self._connection is None:
             try:
                 # Not prepared: it must work behind any pooler, without a setting.
                 self._connection = db.connect(
-                    self._dsn, application_name="flowforge client", prepared_statements=False
+                    self._dsn,
+                    application_name="flowforge client",
+                    prepared_statements=False,
+                    within=ends - time.monotonic(),
                 )
             except psycopg.Error as error:
                 raise from_database(error) from error

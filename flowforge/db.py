@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -43,6 +44,7 @@ __all__ = [
     "Backoff",
     "Connection",
     "Cutoff",
+    "answered_within",
     "begin",
     "call",
     "connect",
@@ -75,12 +77,14 @@ def connect(
     connect_timeout: int | None = None,
     prepared_statements: bool = True,
     read_write: bool = True,
+    within: float | None = None,
 ) -> Connection:
     """A connection in autocommit mode whose explicit transactions are READ COMMITTED.
 
     `read_write` skips servers that are read-only at present (standbys, a server being failed over).
     `prepared_statements` off is for poolers in transaction mode. Parameters of `dsn` win over the keepalives
-    and time-outs set here. Values of psycopg's Json and Jsonb are written by `json_text`, and times and
+    and time-outs set here, but for `within`: no host is waited for longer than that, or two seconds, which is
+    libpq's least. Values of psycopg's Json and Jsonb are written by `json_text`, and times and
     intervals can be read, however the server is set to write them.
 
     Raises ConfigError when `dsn` is empty, cannot be read without doubt, or holds a value that nothing can be
@@ -92,6 +96,10 @@ def connect(
         settings["connect_timeout"] = connect_timeout
     if read_write and "target_session_attrs" not in given:
         settings["target_session_attrs"] = "read-write"
+    if within is not None:
+        with suppress(ValueError):  # it is told of below
+            most = max(2, math.ceil(within))
+            settings["connect_timeout"] = min(int(settings["connect_timeout"]) or most, most)
     try:
         connection: Connection = psycopg.connect(
             **settings,
@@ -420,6 +428,24 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
+
+
+@contextmanager
+def answered_within(conn: Connection, seconds: float) -> Generator[None]:
+    """Bound the calls on `conn` inside the block as `guard` does; then it is lost, and the error says so.
+
+    Raises psycopg.OperationalError."""
+    until = time.monotonic() + seconds
+    try:
+        with guard(conn, seconds):
+            yield
+    except psycopg.OperationalError as exc:
+        if exc.sqlstate is None and time.monotonic() >= until:
+            digits = 0 if seconds >= 10 else 1
+            raise psycopg.OperationalError(f"no answer within {seconds:.{digits}f} s") from exc
+        raise
+    except OSError as exc:  # no descriptor or thread left for it
+        raise psycopg.OperationalError(str(exc)) from exc
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flowforge.cli.common import command, duration, local_waits, select
+from flowforge.cli.common import ANSWER_LIMIT, command, duration, local_waits, select
 from flowforge.errors import DatabaseUnavailable, FlowForgeError, NotFound, WaitTimeout, first_line
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _POLL = 0.2
 _LONGEST_PAUSE = 5.0  # while the database is away
+_LAST_LOOK = 2.0  # seconds that a look may take beyond the end of the waiting
 _STEP = 0.1  # a map in a pipe says how far it is at every tenth
 _PATIENCE = 3.0  # seconds that the same is waited for before a pipe is told
 _ATTEMPTS_TOLD = 5  # failed attempts at the elements of one map that are told one by one
@@ -83,11 +84,14 @@ def snapshot(connection: db.Connection, run_id: int) -> Snapshot:
 
 def snapshots(connection: db.Connection, run_id: int, timeout: float | None = None) -> Iterator[Snapshot]:
     """The run as it stands, again and again; the last one has ended. Raises NotFound, WaitTimeout."""
+    from flowforge.db import answered_within
+
     deadline = None if timeout is None else time.monotonic() + timeout
     executions: object = None
     while True:
+        left = ANSWER_LIMIT if deadline is None else max(0.0, deadline - time.monotonic()) + _LAST_LOOK
         # Of one moment, or an attempt may show whose upstreams do not.
-        with connection.transaction():
+        with answered_within(connection, min(ANSWER_LIMIT, left)), connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
             present = snapshot(connection, run_id)
             before = executions
@@ -105,22 +109,24 @@ def snapshots(connection: db.Connection, run_id: int, timeout: float | None = No
 
 
 def lasting_snapshots(
-    connect: Callable[[], AbstractContextManager[db.Connection]],
+    connect: Callable[[float | None], AbstractContextManager[db.Connection]],
     run_id: int,
     timeout: float | None,
     tell: Callable[[str], object],
+    found: bool = False,
 ) -> Iterator[Snapshot]:
-    """The same on connections of `connect`: once the run was found, a database that is away is waited for,
-    and `tell` is told so, and when it is back. Raises WaitTimeout, FlowForgeError."""
+    """The same on connections of `connect`, which is told how many seconds are left: once the run was found,
+    or with `found`, a database that is away is waited for, and `tell` is told so, and when it is back. Raises
+    WaitTimeout, FlowForgeError."""
     from flowforge.db import Backoff
 
     deadline = None if timeout is None else time.monotonic() + timeout
     backoff = Backoff(cap=_LONGEST_PAUSE)
-    found = away = False
+    away = False
     while True:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            with connect() as connection:
+            with connect(left) as connection:
                 for present in snapshots(connection, run_id, left):
                     if away:
                         tell("The database is back.")
@@ -129,13 +135,14 @@ def lasting_snapshots(
                     yield present
             return
         except DatabaseUnavailable as error:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if left == 0:
+                raise WaitTimeout from error
             if not found:
                 raise
             if not away:
                 away = True
                 tell(f"Waiting for the database to come back: {error}")
-            if left == 0:
-                raise WaitTimeout from error
             pause = backoff.next()
             time.sleep(pause if left is None else min(pause, left))
         except WaitTimeout:

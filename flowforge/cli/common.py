@@ -115,6 +115,9 @@ def command(arguments: str) -> str:
 
 # -- the database
 
+ANSWER_LIMIT = 60.0
+"""Seconds until a server that has not answered is given up."""
+
 
 def find_database(url: str | None) -> Config:
     """The configuration of the environment, with the database that the command shall use.
@@ -152,9 +155,11 @@ def misnamed_settings() -> list[str]:
 
 
 @contextmanager
-def database(url: str | None, role: str = "flowforge_reader") -> Iterator[db.Connection]:
-    """A connection to the database, whose errors are this project's own and say what to do next: to members
-    of `role`, what is done on it is allowed.
+def database(
+    url: str | None, role: str = "flowforge_reader", within: float | None = None
+) -> Iterator[db.Connection]:
+    """A connection to the database, made `within` so many seconds, whose errors are this project's own and
+    say what to do next: to members of `role`, what is done on it is allowed.
 
     Raises FlowForgeError.
     """
@@ -171,6 +176,7 @@ def database(url: str | None, role: str = "flowforge_reader") -> Iterator[db.Con
                 connect_timeout=config.connect_timeout,
                 prepared_statements=config.prepared_statements,
                 read_write=False,
+                within=within,
             ) as connection:
                 yield connection
         except psycopg.Error as error:
@@ -231,11 +237,18 @@ def _migrating() -> str:
     return f"`{told}`{' with the same --database-url' if is_secret else ''}"
 
 
-def select(connection: db.Connection, query: str, params: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """The rows of a query as dictionaries."""
+def select(
+    connection: db.Connection, query: str, params: Sequence[Any] = (), limit: float | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a query as dictionaries. It has `limit` seconds, or ANSWER_LIMIT."""
     from psycopg.rows import dict_row
 
-    with connection.cursor(row_factory=dict_row) as cursor:
+    from flowforge.db import answered_within
+
+    with (
+        answered_within(connection, limit or ANSWER_LIMIT),
+        connection.cursor(row_factory=dict_row) as cursor,
+    ):
         return cursor.execute(query, params).fetchall()
 
 

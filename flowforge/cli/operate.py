@@ -22,6 +22,7 @@ from flowforge.exits import EXIT_FAILED
 
 _queue_argument = click.argument("queue", metavar="QUEUE")
 _PRUNE_BATCH = 1000  # runs deleted by one transaction
+_PRUNE_LIMIT = 3600.0  # seconds for a step: the runs may have had millions of elements
 
 
 @click.command()
@@ -189,7 +190,7 @@ def prune(age: float, database_url: str | None, as_json: bool) -> None:
     deleted = 0
     with database(database_url, "flowforge_operator") as connection:
         query = "select flowforge.prune(make_interval(secs => %s), %s) as deleted"
-        while step := select(connection, query, [age, _PRUNE_BATCH])[0]["deleted"]:
+        while step := select(connection, query, [age, _PRUNE_BATCH], _PRUNE_LIMIT)[0]["deleted"]:
             deleted += step
             if not as_json:
                 click.echo(f"{deleted:,} runs deleted …", err=True)

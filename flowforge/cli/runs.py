@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 
 from flowforge.cli.changes import goes_on
 from flowforge.cli.common import (
+    ANSWER_LIMIT,
     Integer,
     acting,
     command,
@@ -32,6 +34,7 @@ from flowforge.cli.common import (
 )
 from flowforge.cli.watch import follow, looks_at, telling_how_to_go_on
 from flowforge.errors import (
+    DatabaseUnavailable,
     FlowForgeError,
     MissingPrivilege,
     NotFound,
@@ -44,6 +47,7 @@ from flowforge.exits import EXIT_FAILED
 if TYPE_CHECKING:
     from flowforge.client import Client, RunResult
 
+_MOMENT = 2.0  # seconds that the request may take beyond the time for the wait
 _STATES = ("pending", "running", "cancelling", "succeeded", "failed", "cancelled")
 
 
@@ -121,7 +125,10 @@ def trigger(
         raise click.UsageError("A label is given twice: each key can have one value.")
     if timeout is not None and not wait:
         raise click.UsageError("--timeout is for --wait.")
-    with Client(find_database(database_url).database_url) as client:
+    url = find_database(database_url).database_url  # which `up`, while it is away, does not tell
+    deadline = None if timeout is None else time.monotonic() + timeout
+    limit = ANSWER_LIMIT if timeout is None else min(ANSWER_LIMIT, timeout + _MOMENT)
+    with Client(url, call_timeout=limit) as client:
         with acting("flowforge_client"):
             try:
                 run_id = client.trigger(
@@ -140,11 +147,15 @@ def trigger(
                     f"there is no workflow {workflow!r}; see which there are: {command('workflows')}; "
                     f"register it: {command('define MODULE')}"
                 ) from error
+            except DatabaseUnavailable as error:
+                if deadline is None or time.monotonic() < deadline:
+                    raise
+                raise WaitTimeout(f"{error}; whether there is a run now is not known") from error
         if not wait:
             print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
             return
         try:
-            result = _await(client, database_url, run_id, timeout, quiet=as_json)
+            result = _await(client, url, run_id, timeout, deadline, quiet=as_json)
         except BaseException as error:
             # Whatever happened to the waiting: the caller learns which run it is.
             if as_json:
@@ -158,23 +169,26 @@ def trigger(
 
 
 def _await(
-    client: Client, database_url: str | None, run_id: int, timeout: float | None, *, quiet: bool
+    client: Client, url: str, run_id: int, timeout: float | None, deadline: float | None, *, quiet: bool
 ) -> RunResult:
     """How the run ended; meanwhile, unless `quiet`, a picture of it on standard error."""
     from rich.console import Console
+
+    def left() -> float | None:
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     may_watch = not quiet
     if not quiet:
         out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
         try:
             with telling_how_to_go_on(run_id, timeout):
-                follow(looks_at(run_id, database_url, timeout, out=out), out=out)
+                follow(looks_at(run_id, url, left(), out=out, found=True), out=out)
         except MissingPrivilege:
             # A client may ask for the result of its run, and not see how it gets on.
             may_watch = False
             click.echo(f"Waiting for run {run_id} (a live picture takes flowforge_reader).", err=True)
     with telling_how_to_go_on(run_id, timeout, may_watch), acting("flowforge_client"):
-        return client.wait(run_id, timeout=timeout)
+        return client.wait(run_id, timeout=left())
 
 
 def _print_result(result: RunResult, as_json: bool) -> None:

@@ -34,7 +34,7 @@ from flowforge.cli.common import (
     seconds,
     state_text,
 )
-from flowforge.errors import WaitTimeout, first_line
+from flowforge.errors import DatabaseUnavailable, WaitTimeout, first_line
 from flowforge.exits import EXIT_FAILED
 from flowforge.log import visible
 
@@ -66,10 +66,16 @@ def follow(looks: Iterator[Snapshot], *, out: Console, as_json: bool = False) ->
 
 
 def looks_at(
-    run_id: int, database_url: str | None, timeout: float | None, *, out: Console, as_json: bool = False
+    run_id: int,
+    database_url: str | None,
+    timeout: float | None,
+    *,
+    out: Console,
+    as_json: bool = False,
+    found: bool = False,
 ) -> Iterator[Snapshot]:
     """The run for `follow`, through outages of the database, of which standard error is told, or a terminal
-    above the picture. Raises FlowForgeError."""
+    above the picture; the first look too where the run is known to be there. Raises FlowForgeError."""
     url = find_database(database_url).database_url  # which `up`, while it is away, does not tell
 
     def tell(text: str) -> None:
@@ -78,7 +84,7 @@ def looks_at(
         else:
             say(text, err=True)
 
-    return lasting_snapshots(lambda: database(url), run_id, timeout, tell)
+    return lasting_snapshots(lambda left: database(url, within=left), run_id, timeout, tell, found)
 
 
 def picture(snapshot: Snapshot, height: int) -> Group:
@@ -163,8 +169,12 @@ def telling_how_to_go_on(run_id: int, timeout: float | None, may_watch: bool = T
     """A wait for the run, whose end before the run's says how to go on."""
     try:
         yield
-    except WaitTimeout:
-        raise WaitTimeout(f"not ended after {timeout:g} s. {goes_on(run_id, may_watch)}") from None
+    except WaitTimeout as error:
+        away = error.__cause__
+        if not isinstance(away, DatabaseUnavailable):
+            raise WaitTimeout(f"not ended after {timeout:g} s. {goes_on(run_id, may_watch)}") from None
+        how = goes_on(run_id, may_watch)
+        raise WaitTimeout(f"not ended after {timeout:g} s, as far as is known: {away}. {how}") from away
     except KeyboardInterrupt:
         raise KeyboardInterrupt(goes_on(run_id, may_watch)) from None
 

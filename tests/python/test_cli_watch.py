@@ -3,16 +3,21 @@
 import json
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from click.testing import Result
 from psycopg.conninfo import conninfo_to_dict
 
 from flowforge import Client, Workflow, exits
 from flowforge.cli.changes import Changes, change_line, snapshot, snapshots
-from flowforge.cli.common import duration
+from flowforge.cli.common import database, duration
 from flowforge.config import Config
+from flowforge.db import Connection
+from flowforge.errors import DatabaseUnavailable
 from tests.python.orders import ESCAPES, fails_at_first, glad, on_terminal, sad, work
 from tests.python.running import running
 from tests.python.shell import Shell
@@ -248,6 +253,46 @@ def test_a_database_that_goes_away_is_waited_for(shell: Shell, db: Database) -> 
         result.stderr,
     ), result.stderr
     assert "is back" in result.stderr
+
+
+def test_a_server_that_stands_still_is_not_waited_for(
+    shell: Shell, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond --timeout; and without one no longer than for a minute."""
+    shell("trigger", "orders")
+    monkeypatch.setattr("flowforge.cli.common.ANSWER_LIMIT", 0.2)
+    for limit in ("flowforge.cli.changes._LAST_LOOK", "flowforge.cli.runs._MOMENT"):
+        monkeypatch.setattr(limit, 0.1)
+    with db.connect() as other, other.transaction():
+        other.execute("lock table flowforge.run in access exclusive mode")
+        error = "error: no answer within 0.2 s: is PostgreSQL running at the given address?\n"
+        for command in ("runs",), ("show", 1), ("redispatch", "default"):
+            assert shell(*command, code=exits.EXIT_DATABASE).stderr == error
+        monkeypatch.setattr("flowforge.cli.common.ANSWER_LIMIT", 600)
+        told = shell("watch", 1, "--timeout", "0.05", code=exits.EXIT_TIMEOUT).stderr
+        assert told.startswith("error: not ended after 0.05 s, as far as is known: no answer within 0.")
+        told = shell("trigger", "orders", "-w", "--timeout", "0.05", code=exits.EXIT_TIMEOUT).stderr
+        assert re.fullmatch(r"error: no answer within 0\.\d s; whether there is a run now is .*\n", told)
+
+
+def test_a_database_that_goes_away_after_the_trigger_is_waited_for(
+    live: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outages = [DatabaseUnavailable("gone")]
+
+    @contextmanager
+    def away_at_first(*arguments: Any, **options: Any) -> Iterator[Connection]:
+        if outages:
+            raise outages.pop()
+        with database(*arguments, **options) as connection:
+            yield connection
+
+    monkeypatch.setattr("flowforge.cli.watch.database", away_at_first)
+    result = live("trigger", "orders", "-w")
+    assert result.stdout == "total: 30\n"
+    assert result.stderr.startswith("Waiting for the database to come back: gone\nThe database is back.\n")
+    outages.append(DatabaseUnavailable("gone"))
+    assert "error: gone" in live("watch", 1, code=exits.EXIT_DATABASE).stderr
 
 
 # -- terminals

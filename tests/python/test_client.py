@@ -329,9 +329,9 @@ def test_wait_outlasts_an_outage(client: Client, proxy: LossyProxy) -> None:
     refused: list[DatabaseUnavailable] = []
 
     class Counting(Client):
-        def result(self, *arguments: Any) -> Any:
+        def _look(self, *arguments: Any) -> Any:
             try:
-                return super().result(*arguments)
+                return super()._look(*arguments)
             except DatabaseUnavailable as error:
                 refused.append(error)
                 raise
@@ -366,6 +366,35 @@ def test_wait_ends_in_time_during_an_outage(
         with pytest.raises(WaitTimeout, match=f"run {run_id} of .* as far as is known: ") as timeout:
             remote.wait(run_id, timeout=0.5)
     assert isinstance(timeout.value.__cause__, DatabaseUnavailable)
+
+
+def test_wait_outlasts_an_outage_right_after_the_trigger(client: Client, proxy: LossyProxy) -> None:
+    """But waits for nothing that never answered."""
+    assert client.trigger(flow)
+    with Client(proxy.dsn) as remote:
+        run_id = remote.trigger(flow)
+        with proxy.down():
+            with pytest.raises(WaitTimeout, match=f"run {run_id} has not ended .* as far as is known: "):
+                remote.wait(run_id, timeout=0.1)
+            with Client(proxy.dsn) as other, pytest.raises(DatabaseUnavailable):
+                other.wait(run_id, timeout=600)
+
+
+def test_no_call_waits_for_ever_for_an_answer(
+    db: Database, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it keep the others from their ends."""
+    run_id = client.trigger(flow)
+    monkeypatch.setattr(client_module, "_LAST_LOOK", 0.1)
+    with db.connect() as other, other.transaction(), Client(db.dsn, call_timeout=0.2) as impatient:
+        other.execute("lock table flowforge.run in access exclusive mode")
+        with pytest.raises(DatabaseUnavailable, match=r"no answer within 0\.\d s"):
+            impatient.cancel(run_id)
+        with pytest.raises(WaitTimeout, match="as far as is known: no answer within 0"):
+            client.wait(run_id, timeout=0.1)
+        with client._lock, pytest.raises(WaitTimeout, match="in use by another thread"):
+            client.wait(run_id, timeout=0.1)
+    assert client.result(run_id).run_id == run_id
 
 
 def test_other_calls_are_never_sent_twice(

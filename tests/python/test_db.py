@@ -15,6 +15,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.types.json import Jsonb
 
 from flowforge import db as database
+from flowforge import threads
 from flowforge.errors import (
     ConfigError,
     DatabaseError,
@@ -161,6 +162,22 @@ def test_a_password_that_a_message_quotes_is_masked(db: Database) -> None:
     for password in ("s", "no_such"):  # nor a part of a name, or one, which the hole would tell
         with pytest.raises(psycopg.OperationalError, match='"no_such" does not exist'):
             database.connect(f"{db.server.dsn('no_such')} password={password}", application_name="test")
+
+
+def test_a_call_that_is_not_answered_says_so(conn: database.Connection) -> None:
+    told = pytest.raises(psycopg.OperationalError, match=r"^no answer within 0\.1 s$")
+    with told, database.answered_within(conn, 0.1):
+        conn.execute("select pg_sleep(600)")
+    assert database.connection_lost(conn)
+
+
+def test_no_host_is_waited_for_beyond_what_is_left() -> None:
+    """Whatever the connection string says."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dsn = f"host=127.0.0.1 port={silent.getsockname()[1]} connect_timeout="
+        for timeout in ("0", "600"):
+            with pytest.raises(psycopg.OperationalError, match="timeout"):
+                database.connect(f"{dsn}{timeout}", application_name="test", within=0.1)
 
 
 def test_a_call_is_read_committed_with_a_lock_timeout_of_its_own(
@@ -448,7 +465,7 @@ def test_a_guard_that_cannot_start_its_thread_leaves_the_next_one_whole(
     with ours, theirs:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(RuntimeError):
+            with pytest.raises(threads.NoThread):
                 watchdog.add(ours.fileno(), TIMEOUT)
         assert watchdog._open == {}
         key = watchdog.add(ours.fileno(), 0.0)
