@@ -463,7 +463,7 @@ def is_connection_string(dsn: object) -> bool:
         return False
     try:
         conninfo.conninfo_to_dict(dsn)
-    except psycopg.Error:
+    except (psycopg.Error, UnicodeEncodeError):
         return False
     return True
 

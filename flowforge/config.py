@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from flowforge.errors import ConfigError
 
@@ -272,24 +273,67 @@ def key(each: dataclasses.Field[Any]) -> str:
     return variable(each).removeprefix("FLOWFORGE_").lower()
 
 
+_SECRET = re.compile(r"password|secret|scram_.*_key", re.IGNORECASE)
+
+
+def is_secret(keyword: str) -> bool:
+    """Whether the value of that keyword of a connection string is to be kept from view."""
+    return _SECRET.search(keyword) is not None
+
+
+# As libpq reads it: a value ends at a blank, or is quoted; a backslash takes the next character as it is.
+_PAIR = re.compile(
+    r"[ \t\n\r\f\v]*(?P<key>[^= \t\n\r\f\v]+)(?P<equals>[ \t\n\r\f\v]*=[ \t\n\r\f\v]*)"
+    r"(?:'(?:[^'\\]|\\.)*'|(?!')(?:[^\\ \t\n\r\f\v]|\\.?)*)[ \t\n\r\f\v]*",
+    re.DOTALL,
+)
+
+
 def without_password(url: str) -> str:
-    """`url` (a URI or libpq's key=value) with every password replaced by ***."""
-    if "://" not in url:
-        return re.sub(r"((?:ssl)?password\s*=\s*)('(?:[^'\\]|\\.)*'|\S+)", r"\1***", url)
+    """`url` (a URI or libpq's key=value) with every password, and what else is secret, replaced by ***."""
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", url):
+        return _pairs_without_password(url)
     # Parsers disagree about a password with / ? # or @ in it, so none is asked: all between the user's name
     # and the last @ may belong to it.
     scheme, _, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     user, colon, _ = login.partition(":")
-    if "password=" in login or re.search(r"[/?#]", user):
+    if "?" in login or re.search(r"[/#]", user):
         return f"{scheme}://***"  # the @ stands behind the host, whatever it means there
-    place = re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", place)
+    place, mark, query = place.partition("?")
+    place += mark + "&".join(map(_parameter_without_password, query.split("&")))
     return f"{scheme}://{user}{':***' if colon else ''}{at}{place}"
+
+
+def _pairs_without_password(text: str) -> str:
+    shown, end = "", 0
+    while end < len(text):
+        pair = _PAIR.match(text, end)
+        if pair is None:
+            return "***"  # nobody can tell where a secret in it ends
+        if is_secret(pair["key"]):
+            blank = " " if pair[0][-1].isspace() and pair.end() < len(text) else ""
+            shown += f"{text[end : pair.end('equals')]}***{blank}"
+        else:
+            shown += pair[0]
+        end = pair.end()
+    return shown
+
+
+def _parameter_without_password(parameter: str) -> str:
+    """One parameter of a URI, whose keyword may be encoded. What has none may be the rest of a secret."""
+    keyword, equals, _ = parameter.partition("=")
+    if equals and not is_secret(unquote(keyword)):
+        return parameter
+    return f"{keyword}=***" if equals else parameter and "***"
 
 
 def _checked(each: dataclasses.Field[Any], value: Any, source: str) -> Any:
     """The value of one field in its own type, or a ConfigError that blames `source`."""
     rules = each.metadata
+    # The names of files are any bytes.
+    if isinstance(value, str) and not each.name.endswith("_file") and not _is_unicode(value):
+        raise ConfigError(f"{source} is not text in UTF-8")
     try:
         if "low" in rules:
             if isinstance(value, bool) or (isinstance(value, float) and not isinstance(each.default, float)):
@@ -326,3 +370,12 @@ def _checked(each: dataclasses.Field[Any], value: Any, source: str) -> Any:
             raise ConfigError(f"{source} cannot be read; allowed is {rules['allowed']}") from None
         shown = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
         raise ConfigError(f"{source} is {shown!r}; allowed is {rules['allowed']}") from None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be sent anywhere. The environment may hold any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -27,6 +27,7 @@ from psycopg.rows import tuple_row
 from psycopg.types.json import set_json_dumps
 
 from flowforge import threads
+from flowforge.config import is_secret
 from flowforge.errors import ConfigError, NotStorable, first_line, is_transient, refusal
 
 # What libpq, psycopg or the server say of values in the connection string.
@@ -150,7 +151,7 @@ def _parsed(dsn: str) -> dict[str, Any]:
             "no database: FLOWFORGE_DATABASE_URL is not set, nor is a connection string given otherwise, "
             "such as postgresql://user@host/database"
         )
-    with suppress(psycopg.Error):
+    with suppress(psycopg.Error, UnicodeEncodeError):
         given = conninfo.conninfo_to_dict(dsn)
         if _unmistakable(dsn, given):
             return given
@@ -181,15 +182,16 @@ def _masked(text: str, given: Mapping[str, Any]) -> str:
     """`text` without the passwords of a connection string. Messages quote whatever they were given, and only
     there is looked, at what can be a password: one that is a part of another word would be given away by the
     hole in it."""
-    secrets = {str(given[key]) for key in ("password", "sslpassword") if given.get(key)}
-    named = {str(value) for key, value in given.items() if key not in ("password", "sslpassword")}
+    secrets = {str(value) for key, value in given.items() if is_secret(key) and value}
+    named = {str(value) for key, value in given.items() if not is_secret(key)}
+    before = "(?<=password=)|(?<=secret=)|(?<=_key=)"
     anywhere = "|".join(map(re.escape, sorted(secrets, key=len, reverse=True)))
 
     def mask(quoted: re.Match[str]) -> str:
         mark, value = quoted[1], quoted[2]
         if value in secrets and value not in named:
             return f"{mark}***{mark}"
-        return re.sub(rf"(?:(?<=password=)|(?<=:)(?=(?:{anywhere})@))(?:{anywhere})", "***", quoted[0])
+        return re.sub(rf"(?:{before}|(?<=:)(?=(?:{anywhere})@))(?:{anywhere})", "***", quoted[0])
 
     return re.sub(r"""(["'])(.*?)\1""", mask, text) if secrets else text
 

@@ -27,6 +27,7 @@ class Health:
         self._state: dict[str, Any] = {
             "daemon": daemon,
             "pid": os.getpid(),
+            "pid_space": _pid_space(),
             "state": "starting",
             "detail": "",
             "last_tick": None,
@@ -70,6 +71,29 @@ class Health:
             draft.replace(self._path)
 
 
+def _pid_space() -> str | None:
+    """What process ids have a meaning in: this boot of the machine, and the namespace, as of a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return None
+
+
+def _has_ended(report: dict[str, Any]) -> bool:
+    """Whether the daemon is gone, which only a reader in the same place can tell."""
+    pid, space = report.get("pid"), report.get("pid_space")
+    if space is None or space != _pid_space() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except ProcessLookupError:
+        return True
+    except (OSError, IndexError):  # another user's
+        return False
+
+
 _CLOCK_SLEW = 2.0  # seconds that a clock may be set back by as a matter of course
 
 
@@ -87,6 +111,8 @@ def read_health(path: str | os.PathLike[str], max_age: float = 30.0) -> tuple[bo
             line += f", last tick {time.time() - found['last_tick']:.0f} s ago"
     except (OSError, ValueError, KeyError, TypeError):
         return False, f"no health report in {path}"
+    if _has_ended(found):
+        return False, f"{line}; has ended"
     if age < -_CLOCK_SLEW:
         return False, f"{line}; the clock was set back by {-age:.0f} s since"
     if age > max_age:

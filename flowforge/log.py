@@ -21,8 +21,9 @@ _ROOT = "flowforge"
 
 _about: ContextVar[dict[str, Any] | None] = ContextVar("flowforge log", default=None)
 
-# Control characters but newline and tab, and what breaks lines or turns the direction of text unseen.
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# Control characters but newline and tab, and what breaks lines, turns the direction of text unseen, or has
+# no width.
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 def visible(text: str) -> str:

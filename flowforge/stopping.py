@@ -19,7 +19,7 @@ from types import FrameType
 
 from flowforge.waking import Waker
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _EXIT_FORCED = 130
 
 LAST_MOMENT = 3.0
@@ -74,7 +74,9 @@ class Remembered:
         self._requests: list[None] = []  # not a number: the other signal may come while one is counted
         self._taken = False
 
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self._requests:
+            return  # the terminal's end is told several times
         self._requests.append(None)
         if len(self._requests) > 1:
             if self._taken:
@@ -90,13 +92,14 @@ class Remembered:
 
 @contextlib.contextmanager
 def signals(stop: Stop) -> Iterator[Stop]:
-    """Within the block SIGTERM and SIGINT ask `stop`; so do those that came before and were remembered. Main
-    thread only."""
+    """Within the block SIGTERM, SIGINT, and SIGHUP unless it is ignored, ask `stop`; so do those that came
+    before and were remembered. Main thread only."""
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        stop.request()
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or not stop.requested:  # as in Remembered
+            stop.request()
 
-    before = {number: signal.signal(number, ask) for number in SIGNALS}
+    before = {number: signal.signal(number, ask) for number in heard()}
     for handler in before.values():
         if isinstance(handler, Remembered):
             handler.take(stop.request)
@@ -107,11 +110,16 @@ def signals(stop: Stop) -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
+def heard() -> list[signal.Signals]:
+    """The signals that ask to stop: not SIGHUP where it is ignored, as under nohup."""
+    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+
+
 def remember() -> None:
-    """From now on SIGTERM and SIGINT wait for `signals`, and leave the exit code alone after it. For
-    programs, in their main thread."""
+    """From now on SIGTERM, SIGINT, and SIGHUP unless it is ignored, wait for `signals`, and leave the exit
+    code alone after it. For programs, in their main thread."""
     handler = Remembered()
-    for number in SIGNALS:
+    for number in heard():
         signal.signal(number, handler)
     # Later the interpreter would set what is deadly by default, while it still tears its modules down.
     # This comes first, and so is called last.
@@ -130,8 +138,8 @@ def _end() -> None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Within the block SIGTERM and SIGINT interrupt nothing; whoever handles them is told at its end. Outside
-    of the main thread, where they interrupt nothing either, it does nothing."""
+    """Within the block SIGTERM, SIGINT and SIGHUP interrupt nothing; whoever handles them is told at its end.
+    Outside of the main thread, where they interrupt nothing either, it does nothing."""
     within = True
     came: list[tuple[int, FrameType | None]] = []
     before: dict[int, Callable[[int, FrameType | None], object]] = {}

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -83,13 +84,21 @@ class _Commands(click.Group):
             click.secho("error: ", err=True, fg="red", nl=False)
             click.echo(visible("\n".join([str(error), *getattr(error, "__notes__", ())])), err=True)
             ctx.exit(EXIT_USAGE if isinstance(error, WrongArgument) else exit_code(error))
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                _forget_output()
-                ctx.exit(EXIT_PIPE)
-            if not _is_of_output(error):
+        except UnicodeEncodeError as error:
+            if error.encoding != "utf-8" or error.reason != "surrogates not allowed":
                 raise
+            click.secho("error: ", err=True, fg="red", nl=False)
+            click.echo(f"not text in UTF-8: {error.object!a}", err=True)
+            ctx.exit(EXIT_USAGE)
+        except OSError as error:
+            if not _is_of_output(error):
+                if error.errno != errno.EPIPE:
+                    raise
+                traceback.print_exc()  # click would take it for one of the output
+                ctx.exit(EXIT_FAILED)
             _forget_output()
+            if error.errno == errno.EPIPE:
+                ctx.exit(EXIT_PIPE)
             click.secho("error: ", err=True, fg="red", nl=False)
             click.echo(f"cannot write to standard output: {error.strerror}", err=True)
             ctx.exit(EXIT_FAILED)
@@ -98,6 +107,25 @@ class _Commands(click.Group):
             if str(error):
                 click.echo(str(error), err=True)
             ctx.exit(EXIT_INTERRUPTED)
+
+
+class _Unfailing(io.FileIO):
+    """A file for messages: where they cannot be written, nobody can be told, and all else goes on."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _errors_that_may_be_lost() -> None:
+    """From now on standard error is written if it can be."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
+        raw = _Unfailing(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(raw), sys.stderr.encoding, "replace", line_buffering=True
+        )
 
 
 def _is_of_output(error: OSError) -> bool:
@@ -153,10 +181,10 @@ def find_command(arguments: list[str]) -> str | None:
 
 def main() -> None:
     """The entry point of the program `flowforge`."""
-    for stream in (sys.stdout, sys.stderr):
-        # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    _errors_that_may_be_lost()
     if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
         # Before anything that takes a while: what is asked to stop so early ends as it would later.
         stopping.remember()

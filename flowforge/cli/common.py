@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +44,11 @@ def _given(_: click.Context, __: click.Parameter, url: str | None) -> str | None
     that was not set."""
     if url is not None and not (url := url.strip()):
         raise click.BadParameter("it is empty; leave it out for the one of FLOWFORGE_DATABASE_URL or `up`")
+    if url is not None and not url.isascii():
+        try:
+            url.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("--database-url is not text in UTF-8") from None
     return url
 
 
@@ -105,12 +110,24 @@ def command(arguments: str) -> str:
     """A command to go on with, as it works in this place: with the database that the present one was given,
     unless that holds a password.
     """
-    from flowforge.config import without_password
-
     context = click.get_current_context(silent=True)
     url = context.params.get("database_url") if context else None
-    option = f" --database-url {shlex.quote(url)}" if url and url == without_password(url) else ""
+    option = f" --database-url {shlex.quote(url)}" if url and not holds_secret(url) else ""
     return f"flowforge {arguments}{option}"
+
+
+def holds_secret(url: str) -> bool:
+    """Whether the connection string may hold a password, or another secret."""
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    from flowforge.config import is_secret, without_password
+
+    try:
+        given = conninfo_to_dict(url)
+    except (psycopg.Error, UnicodeEncodeError):
+        return True
+    return any(map(is_secret, given)) or url != without_password(url)
 
 
 # -- the database
@@ -210,7 +227,7 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
     if isinstance(error, NotFound) and (where := _listed_by(bare)):
         return NotFound(f"{bare}; see which there are: {command(where)}")
     if isinstance(error, MissingPrivilege) and role is not None:
-        return MissingPrivilege(f"{text}; remedy: grant {role} to this login")
+        return MissingPrivilege(f"{text}; remedy: grant {role} to {_login()}")
     cause = error.__cause__
     if isinstance(error, DatabaseError) and isinstance(cause, psycopg.Error) and (why := refusal(cause)):
         return DatabaseError(
@@ -218,6 +235,24 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
             error.sqlstate,
         )
     return error
+
+
+def _login() -> str:
+    """The present command's login as SQL names it, or words where the connection string does not tell."""
+    from psycopg import pq
+    from psycopg.conninfo import conninfo_to_dict
+
+    context = click.get_current_context(silent=True)
+    with suppress(FlowForgeError):
+        dsn = find_database(context.params.get("database_url") if context else None).database_url
+        given = conninfo_to_dict(dsn)
+        user = given.get("user")
+        if not user and "service" not in given:
+            defaults = {each.keyword: each.val for each in pq.Conninfo.get_defaults()}
+            user = (defaults.get(b"user") or b"").decode(errors="replace")
+        if user:
+            return '"' + str(user).replace('"', '""') + '"'
+    return "this login"
 
 
 def _listed_by(text: str) -> str | None:

@@ -17,6 +17,7 @@ from flowforge.cli.common import (
     acting,
     database_option,
     find_database,
+    holds_secret,
     json_option,
     misnamed_settings,
     named_by_arguments,
@@ -460,7 +461,7 @@ def _next_step(up: Up) -> str:
     command = f"flowforge trigger {shlex.quote(up.workflows[0].workflow)} --input '{{}}' --wait"
     where = "Start a run from another terminal"
     if up.directory != default_directory():
-        if without_password(up.database_url) == up.database_url:
+        if not holds_secret(up.database_url):
             command += f" --database-url {shlex.quote(up.database_url)}"
         else:
             where += ", with FLOWFORGE_DATABASE_URL set to this database's connection string"

@@ -49,7 +49,7 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
       flowforge demo
       flowforge demo --output /tmp --json
     """
-    from flowforge import log
+    from flowforge import log, stopping
     from flowforge.demo.run import run
 
     page = _writable(output)
@@ -71,11 +71,12 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
     root = source or Path(sysconfig.get_path("stdlib"))
     title = str(source) if source else f"Python {platform.python_version()}: the standard library"
     # Told to end, it ends as by Ctrl-C: the server is stopped and its directory removed.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in stopping.heard()}
     try:
         outcome = run(root, title, data_dir, show)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     page.write_text(outcome.html, encoding="utf-8")
     if as_json:
         print_json(

@@ -15,6 +15,7 @@ from flowforge.cli.common import (
     local_time,
     print_json,
     print_table,
+    say,
     seconds,
     select,
 )
@@ -141,7 +142,7 @@ def _tell(as_json: bool, queue: str, changed: bool, done: str, as_it_was: str) -
     if as_json:
         print_json({"queue": queue, "changed": changed})
     else:
-        click.echo(f"Queue {queue} {done if changed else as_it_was}.")
+        say(f"Queue {queue} {done if changed else as_it_was}.")
 
 
 @click.command()
@@ -163,17 +164,25 @@ def redispatch(queue: str, database_url: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"queue": queue, "published_again": armed})
     else:
-        click.echo(f"Queue {queue}: {armed} to be published again.")
+        say(f"Queue {queue}: {armed} to be published again.")
+
+
+def _with_unit(text: str) -> float:
+    """A length of time. What is deleted for good shall not hang on what a bare number is taken for."""
+    length = seconds(text)
+    if text.strip()[-1:].isdigit():
+        raise click.BadParameter(f"{text!r} has no unit; write {text}s, {text}m, {text}h or {text}d")
+    return length
 
 
 @click.command()
 @click.option(
     "--older-than",
     "age",
-    type=seconds,
+    type=_with_unit,
     required=True,
     metavar="TIME",
-    help="Only runs that ended longer ago than this, such as 30d or 12h.",
+    help="Only runs that ended longer ago than this, such as 30d or 12h, with its unit.",
 )
 @database_option
 @json_option

@@ -1,6 +1,7 @@
 """The command line as a whole: help, exit codes, the database, the user's modules, daemons as processes."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -82,6 +83,39 @@ def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (exits.EXIT_PIPE, "")
+
+
+def test_messages_that_cannot_be_written_change_no_exit_code() -> None:
+    command = [sys.executable, "-m", "flowforge"]
+    environment = os.environ | {"FLOWFORGE_DATABASE_URL": "postgresql://127.0.0.1:1/x"}
+    for arguments, code in (("runs",), exits.EXIT_DATABASE), (("nosuch",), exits.EXIT_USAGE):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([*command, *arguments], env=environment, stderr=full, check=False)
+        assert done.returncode == code
+
+
+def test_a_broken_pipe_that_is_not_the_outputs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise BrokenPipeError(errno.EPIPE, "of a broker")
+
+    monkeypatch.setattr(Config, "from_environment", fail)
+    assert "of a broker" in Shell("")("config", code=exits.EXIT_FAILED).stderr
+
+
+def test_text_that_is_not_utf_8_is_told(db: Database) -> None:
+    strange = b"\xff\xfe".decode(errors="surrogateescape")
+    shell = Shell(db.dsn)
+    for command in (
+        ("runs", "--workflow", strange),
+        ("show", 1, "--output", strange),
+        ("graph", strange),
+        ("pause", strange),
+    ):
+        said = shell(*command, code=exits.EXIT_USAGE).stderr
+        assert said == "error: not text in UTF-8: '\\udcff\\udcfe'\n", command
+    for arguments in (["runs"], ["define", "nosuch"], ["up"]):
+        said = shell(*arguments, "--database-url", strange, code=exits.EXIT_CONFIG).stderr
+        assert said == "error: --database-url is not text in UTF-8\n", arguments
 
 
 # -- settings

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from flowforge import Client, Context, Workflow, exits
 from tests.python.shell import Shell
@@ -82,6 +83,13 @@ def test_redispatch_publishes_again(shell: Shell, db: Database) -> None:
         assert orders.fetchone() == (2, 1)
 
 
+def test_a_name_cannot_lead_a_terminal_astray(shell: Shell, db: Database) -> None:
+    name = "slow\u200b\u200e"
+    with Client(db.dsn) as client:
+        client.define({"name": "odd", "tasks": [{"name": "t", "queue": name}]})
+    assert shell("pause", name).stdout == r"Queue slow\u200b\u200e is paused." + "\n"
+
+
 @pytest.mark.parametrize("command", ["pause", "resume", "redispatch"])
 def test_an_unknown_queue_is_named(shell: Shell, command: str) -> None:
     assert "there is no queue 'nosuch'" in shell(command, "nosuch", code=exits.EXIT_USAGE).stderr
@@ -97,10 +105,12 @@ def test_prune_deletes_what_ended_long_ago(shell: Shell, db: Database) -> None:
             "update flowforge.run set finished_at = now() - interval '2 days' where run_id = 1"
         )
     assert shell.document("prune", "--older-than", "1d") == {"runs_deleted": 1}
-    assert shell("prune", "--older-than", "0").stdout == "1 run deleted.\n"
-    assert shell("prune", "--older-than", "0").stdout == "0 runs deleted.\n"
+    assert shell("prune", "--older-than", "0s").stdout == "1 run deleted.\n"
+    assert shell("prune", "--older-than", "0s").stdout == "0 runs deleted.\n"
     assert [run["run_id"] for run in shell.documents("runs")] == [3]
     assert "not a length of time" in shell("prune", "--older-than", "soon", code=exits.EXIT_USAGE).stderr
+    bare = shell("prune", "--older-than", "30", code=exits.EXIT_USAGE).stderr
+    assert "'30' has no unit; write 30s, 30m, 30h or 30d" in bare
     assert "--older-than" in shell("prune", code=exits.EXIT_USAGE).stderr
 
 
@@ -108,4 +118,5 @@ def test_a_login_that_may_not_is_told_which_role_it_needs(shell: Shell, db: Data
     reader = Shell(db.create_login("flowforge_reader"))
     assert reader.document("queues")["queue"] == "slow"
     refused = reader("pause", "slow", code=exits.EXIT_PRIVILEGE).stderr
-    assert "grant flowforge_operator to this login" in refused
+    login = conninfo_to_dict(reader.environment["FLOWFORGE_DATABASE_URL"])["user"]
+    assert f'remedy: grant flowforge_operator to "{login}"\n' in refused

@@ -129,6 +129,14 @@ def test_a_whole_number_out_of_range_is_not_called_another_thing(client: Client)
             client.trigger(flow, priority=number)
 
 
+def test_definitions_are_made_in_the_order_of_their_names(db: Database, client: Client) -> None:
+    """Two at once, each in an order of its own, would wait for each other."""
+    client.define_all([{"name": name, "tasks": [{"name": "t"}]} for name in ("c", "a", "b")])
+    with db.connect() as connection:
+        query = "select workflow from flowforge.workflow_status order by workflow_id"
+        assert connection.execute(query).fetchall() == [("sums",), ("a",), ("b",), ("c",)]
+
+
 def test_same_key_is_the_same_run(client: Client) -> None:
     first = client.trigger(flow, {"numbers": [1]}, idempotency_key="monday")
     assert client.trigger(flow, {"numbers": [1]}, idempotency_key="monday") == first

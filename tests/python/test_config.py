@@ -144,6 +144,14 @@ def test_a_bad_flag_is_named_alike() -> None:
         "amqp://user:pa?password=x@s3cret@host/",
         "postgresql://user@host/db?password=x@s3cret",
         "postgresql://host/db?password=s3cret",
+        r"host=h password=foo\ s3cret",
+        r"host=h password = foo\\\'\ s3cret oauth_client_secret=s3cret port=1",
+        "scram_client_key=s3cret scram_server_key='s3cret' host=h",
+        "host=h password='s3cret",
+        "host=h password= 'a'sslpassword=s3cret",
+        "postgresql://h/d?pass%77ord=s3cret&%6Fauth_client_secret=s3cret",
+        "postgresql://u:p@h/d?pass%77ord=x@s3cret",
+        "postgresql://h/d?password=a&s3cret",
     ],
 )
 def test_passwords_are_never_shown(url: str) -> None:
@@ -167,7 +175,20 @@ def test_a_password_with_a_comma_is_not_shown_either() -> None:
 def test_what_is_not_a_password_is_shown() -> None:
     assert without_password("postgresql://u:p@h:1/d?x=1") == "postgresql://u:***@h:1/d?x=1"
     assert without_password("host=h password=p dbname=d") == "host=h password=*** dbname=d"
+    assert without_password(r"host=h\ x  password=a\ b user='u v'") == r"host=h\ x  password=*** user='u v'"
+    assert without_password("postgresql://h/d?sslmode=require") == "postgresql://h/d?sslmode=require"
+    assert without_password("host=h password=a://s3cret@h") == "host=h password=***"
     assert without_password("amqp://u@h") == "amqp://u@h"
+
+
+def test_a_value_that_is_not_unicode_is_told() -> None:
+    """But for the names of files, which are any bytes."""
+    strange = b"h\xe9".decode(errors="surrogateescape")
+    for name in ("FLOWFORGE_DATABASE_URL", "FLOWFORGE_AMQP_URL", "FLOWFORGE_QUEUES"):
+        with pytest.raises(ConfigError) as caught:
+            Config.from_environment({name: f"amqp://{strange}"})
+        assert str(caught.value) == f"{name} is not text in UTF-8"
+    assert Config.from_environment({"FLOWFORGE_HEALTH_FILE": strange}).health_file == strange
 
 
 def test_every_setting_says_what_it_means() -> None:

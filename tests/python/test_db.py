@@ -157,6 +157,9 @@ def test_a_password_that_a_message_quotes_is_masked(db: Database) -> None:
         database.connect(dsn, application_name="test")
     assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
     assert database.refusal(caught.value) == "the database does not exist"
+    dsn = make_conninfo(dsn, dbname="x _key=KEY5 KEY5", password="p", scram_client_key="KEY5")
+    masked = database._masked('"x _key=KEY5", "KEY5"', database._parsed(dsn))
+    assert masked == '"x _key=***", "***"'
     with pytest.raises(psycopg.OperationalError, match=r"database .* does not exist"):
         database.connect(db.server.dsn("no_such") + " password=database", application_name="test")
     for password in ("s", "no_such"):  # nor a part of a name, or one, which the hole would tell

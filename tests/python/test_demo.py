@@ -311,6 +311,19 @@ def test_demo_that_cannot_start_says_why(tree: Path, tmp_path: Path, monkeypatch
     assert done.stderr.count("\n") == 1
 
 
+def test_demo_keeps_its_database_where_it_is_told_to(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named from where the command was called, though what it starts may be elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "mine").touch()
+    arguments = ["demo", "--source", str(tree), "--data-dir", "kept"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == exits.EXIT_DATABASE, result.output
+    assert f"{tmp_path}/kept" in result.stderr
+
+
 def test_demo_tells_when_its_run_fails(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise PermanentError("the tree is on fire")

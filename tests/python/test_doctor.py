@@ -430,7 +430,7 @@ def test_an_order_that_can_never_be_published(patient: Patient) -> None:
     letters = patient.warning("dead letters")
     assert "failed for good: 1" in letters["detail"]
     assert "flowforge runs --state failed" in letters["remedy"]
-    patient.shell("prune", "--older-than", "0")
+    patient.shell("prune", "--older-than", "0s")
     patient.well("dead letters")
 
 

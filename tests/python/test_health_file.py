@@ -1,5 +1,9 @@
 """The health file and clocks that are set: a live daemon is well, one that died is not."""
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +13,7 @@ import pytest
 
 from flowforge import health as health_module
 from flowforge.health import Health, read_health
+from tests.services.process import wait_until
 
 
 @pytest.fixture
@@ -48,6 +53,23 @@ def test_a_report_from_the_future_says_nothing(tmp_path: Path, set_clock: Callab
     well, line = read_health(path)
     assert not well
     assert "the clock was set back by 3600 s" in line
+
+
+def test_a_daemon_that_was_killed_has_ended_at_once(tmp_path: Path) -> None:
+    """Before its parent has noticed too. Of one in another container nobody here can tell."""
+    path = tmp_path / "health"
+    program = f"from flowforge.health import Health; Health('probe', {str(path)!r}).ticked(); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: read_health(path)[0], "a good report")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not read_health(path)[0], "not yet waited for"
+    well, line = read_health(path)
+    assert not well
+    assert line.endswith("; has ended")
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps(report | {"pid_space": f"{report['pid_space']}0"}))
+    assert read_health(path)[0]
 
 
 def test_reports_are_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

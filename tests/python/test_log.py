@@ -138,7 +138,7 @@ def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
     try:
         probe = log.of("probe")
         probe.info("did it", run=1, error='a "b" c', empty="")
-        probe.info("nothing for terminals", error="\x1b[2J\x9b")
+        probe.info("nothing for terminals", error="\x1b[2J\x9b\u200e\u200f\u061c\u200b\ufeff")
         probe.debug("not shown")
         try:
             raise ValueError("why")
@@ -147,7 +147,7 @@ def test_text_lines_show_the_keys_and_quote_what_needs_it() -> None:
     finally:
         log.reset()
     first, hostile, second, *trace = stream.getvalue().splitlines()
-    assert hostile.endswith(r"error=\x1b[2J\x9b")
+    assert hostile.endswith(r"error=\x1b[2J\x9b\u200e\u200f\u061c\u200b\ufeff")
     assert first.endswith('info    probe: did it run=1 error="a \\"b\\" c" empty=""')
     assert second.endswith("error   probe: failed token=2")
     assert trace[-1] == "ValueError: why"

@@ -14,7 +14,7 @@ import pytest
 
 from flowforge.config import Config
 from flowforge.exits import EXIT_CONFIG
-from flowforge.stopping import SIGNALS, Remembered, held_back
+from flowforge.stopping import SIGNALS, Remembered, Stop, held_back, signals
 from flowforge.worker import daemon
 from tests.python.daemons import CHECKOUT, TIMEOUT
 from tests.services.database import Database
@@ -164,11 +164,31 @@ def test_requests_that_are_held_back_count_afterwards() -> None:
         with pytest.raises(KeyboardInterrupt):
             work()
         assert told[0] == "done"
-        assert sorted(told[1:]) == ["SIGINT", "SIGTERM"]
-        assert [signal.getsignal(number) for number in SIGNALS] == [interrupt, interrupt]
+        assert sorted(told[1:]) == ["SIGHUP", "SIGINT", "SIGTERM"]
+        assert [signal.getsignal(number) for number in SIGNALS] == [interrupt] * 3
     finally:
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_the_end_of_a_terminal_asks_to_stop() -> None:
+    """Once, though both the shell and the system tell of it; and not where it is ignored, as under nohup."""
+    before = signal.signal(signal.SIGHUP, remembered := Remembered())
+    try:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        with signals(Stop()) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert (stop.requested, stop.immediate) == (True, False)
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.immediate
+        assert signal.getsignal(signal.SIGHUP) is remembered
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with signals(Stop()) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_is_ignored_or_deadly_is_not_held_back() -> None:
@@ -176,7 +196,7 @@ def test_what_is_ignored_or_deadly_is_not_held_back() -> None:
     before = [signal.signal(number, signal.SIG_IGN) for number in SIGNALS]
     try:
         with held_back():
-            assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * 2
+            assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * 3
             signal.raise_signal(SIGNALS[0])
     finally:
         for number, handler in zip(SIGNALS, before, strict=True):
@@ -189,8 +209,8 @@ def test_requests_that_come_while_those_held_back_are_told_count() -> None:
 
     def again(number: int, _frame: object) -> None:
         told.append(number)
-        if len(told) == 1:
-            signal.raise_signal(SIGNALS[1])
+        if len(told) < len(SIGNALS):
+            signal.raise_signal(SIGNALS[len(told)])
 
     before = [signal.signal(number, again) for number in SIGNALS]
     try:

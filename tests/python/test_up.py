@@ -26,6 +26,7 @@ from flowforge.health import Health, read_health
 from flowforge.migrate import _LOCK
 from flowforge.stopping import Stop
 from tests.python.running import running
+from tests.python.shell import Shell
 from tests.services.database import Database
 from tests.services.process import kill_tree, wait_for_end, wait_until
 from tests.services.rabbitmq import Broker
@@ -74,6 +75,14 @@ def project() -> Iterator[Path]:
         Path(directory).chmod(0o711)
         (Path(directory) / "jobs.py").write_text(PROJECT)
         yield Path(directory)
+
+
+def test_what_is_stopped_before_it_was_ready_says_so(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> int:
+        return exits.EXIT_OK
+
+    monkeypatch.setattr("flowforge.up.run", stopped)
+    assert Shell(db.dsn)("up").stdout == "Stopped before it was ready.\n"
 
 
 @contextlib.contextmanager

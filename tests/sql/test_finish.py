@@ -34,6 +34,11 @@ def test_success_stores_the_output(engine: Engine, output: Any) -> None:
     assert engine.call("task_output", run_id, "a") == output
 
 
+def test_the_output_of_an_unknown_run_is_refused(engine: Engine) -> None:
+    with engine.refuses("WF002"):
+        engine.call("task_output", 0, "a")
+
+
 def test_success_without_an_output_is_json_null(engine: Engine) -> None:
     engine.start(task("a"))
     assert engine.finish(engine.claim_one()) == "accepted"
