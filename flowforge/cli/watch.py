@@ -173,8 +173,8 @@ def telling_how_to_go_on(run_id: int, timeout: float | None, may_watch: bool = T
         away = error.__cause__
         if not isinstance(away, DatabaseUnavailable):
             raise WaitTimeout(f"not ended after {timeout:g} s. {goes_on(run_id, may_watch)}") from None
-        how = goes_on(run_id, may_watch)
-        raise WaitTimeout(f"not ended after {timeout:g} s, as far as is known: {away}. {how}") from away
+        unknown = f"as far as is known: {away}{'' if str(away).endswith('?') else '.'}"
+        raise WaitTimeout(f"not ended after {timeout:g} s, {unknown} {goes_on(run_id, may_watch)}") from away
     except KeyboardInterrupt:
         raise KeyboardInterrupt(goes_on(run_id, may_watch)) from None
 
