@@ -341,8 +341,8 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:3])
     _die_with(parent)
     del sys.argv[1:]
-    # A terminal's Ctrl-C goes to all its processes, and a service manager's SIGTERM too; it is for the worker
-    # to say what happens. By a function, since what a handler starts would go on ignoring what is ignored.
+    # A service manager's SIGTERM may go to all processes of a service; it is for the worker to say what
+    # happens. By a function, since what a handler starts would go on ignoring what is ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     os.set_inheritable(descriptor, False)

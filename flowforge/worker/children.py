@@ -65,8 +65,8 @@ class Died(Exception):
 
 
 class Process:
-    """A process of handlers. `wake` and `kill` are for any thread, the rest for one at a time. It dies
-    with the thread that made it."""
+    """A process of handlers, and with it what they have started: all of its process group. `wake` and `kill`
+    are for any thread, the rest for one at a time. It dies with the thread that made it."""
 
     def __init__(self, setup: child.Setup) -> None:
         """Raises OSError when it cannot be started."""
@@ -74,6 +74,8 @@ class Process:
         self._begun = time.monotonic()
         self._ready = False
         self._waker = Waker()
+        self._lock = threading.Lock()
+        self._reaped = False
         ours, theirs = socket.socketpair()
         with ours, theirs:
             descriptor = theirs.fileno()
@@ -81,6 +83,7 @@ class Process:
                 [sys.executable, "-P", "-c", _MAIN, str(descriptor), str(os.getpid()), *sys.path],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a group of its own to be killed, out of a terminal's reach
             )
             self._connection = Connection(ours.detach())
         with suppress(OSError):  # it has ended already; `run` will see
@@ -145,7 +148,7 @@ class Process:
         poll.register(self._connection.fileno(), select.POLLIN)
         poll.register(self._waker.fileno(), select.POLLIN)
         # What a handler has started may hold the socket open for longer than the process lives.
-        if not poll.poll(1000) and self._process.poll() is not None and not poll.poll(0):
+        if not poll.poll(1000) and self._has_ended() and not poll.poll(0):
             raise EOFError
         self._waker.clear()
         while self._connection.poll():
@@ -156,8 +159,19 @@ class Process:
         self._waker.set()
 
     def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
+        """End it at once, and all that handlers have started in its process group."""
+        with self._lock:
+            # Once it is reaped the number may be another's.
+            if not self._reaped:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _has_ended(self) -> bool:
+        """Unlike Popen.poll this leaves it to be reaped, so that its number stays that of its group."""
+        try:
+            return bool(os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        except ChildProcessError:
+            return True
 
     @property
     def age(self) -> float:
@@ -172,7 +186,7 @@ class Process:
     @property
     def usable(self) -> bool:
         """Whether it can be given a task, as far as can be told while it runs none."""
-        return self._process.poll() is None and not (self._ready and self._connection.poll())
+        return not self._has_ended() and not (self._ready and self._connection.poll())
 
     def dismiss(self) -> None:
         """Let it end by itself, which it does when it has nothing to do."""
@@ -181,13 +195,17 @@ class Process:
         self._connection.close()
 
     def close(self) -> str:
-        """End it and wait for that; how it ended."""
+        """End it and wait for that; how it ended. What is left of its group is killed."""
         self.dismiss()
-        try:
-            code = self._process.wait(END_MOMENT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        until, pause = time.monotonic() + END_MOMENT, 0.001
+        while not (ended := self._has_ended()) and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        self.kill()
+        with self._lock:
+            self._reaped = True
+        code = self._process.wait()
+        if not ended:
             return "it lost its socket to the worker, and was killed"
         return f"exit code {code}" if code >= 0 else _name(-code)
 

@@ -190,6 +190,23 @@ def hangs_once(ctx: Context) -> int:
     return count
 
 
+# -- what starts others
+
+
+@flow("starts_another", time_limit=1, max_reaps=0)
+def starts_another(ctx: Context) -> None:
+    """Which has nothing to do with the handler's end."""
+    other = subprocess.Popen(["sleep", "600"])
+    with Path(ctx.input["witness"]).open("a") as file:
+        file.write(f"{other.pid}\n")
+    how: dict[str, Callable[[], object]] = {
+        "hangs": other.wait,
+        "crashes": lambda: crash("exit"),
+        "returns": lambda: None,
+    }
+    how[ctx.input["how"]]()
+
+
 # -- memory
 
 

@@ -20,7 +20,7 @@ from flowforge.worker import child, children
 from flowforge.worker.daemon import Worker, handlers_of
 from flowforge.worker.execution import Execution, Finish, Release
 from tests.python import isolated_flows as flows
-from tests.python.isolation import Scene
+from tests.python.isolation import Scene, gone
 from tests.python.slots import an_execution
 from tests.services.process import wait_until
 
@@ -61,6 +61,47 @@ def test_a_task_that_always_crashes_fails_with_a_reason(scene: Scene) -> None:
     assert (task["state"], len(scene.pids())) == ("failed", 2)
     how = "the execution broke off without an answer: the handler's process died: exit code 3"
     assert task["error"] == f"{how}; given up after 2 executions without an answer"
+
+
+# -- what a handler has started
+
+
+@pytest.mark.parametrize("how", ["hangs", "crashes"])
+def test_what_a_handler_has_started_ends_with_its_process(scene: Scene, how: str) -> None:
+    """Which a time limit kills, or the handler itself: the next attempt is not to run beside it."""
+    with scene.worker(flows.starts_another):
+        assert scene.run(flows.starts_another, how=how)["state"] == "failed"
+        [other] = scene.pids()
+        wait_until(lambda: gone(other), "the end of what it has started")
+
+
+def test_what_a_handler_has_started_may_go_on_until_its_process_ends(scene: Scene) -> None:
+    with scene.worker(flows.starts_another, flows.pid, concurrency=1):
+        assert scene.run(flows.starts_another, how="returns")["state"] == "succeeded"
+        scene.run(flows.pid)
+        [other] = scene.pids()
+        assert not gone(other)
+    wait_until(lambda: gone(other), "the end of what it has started")
+
+
+def test_a_process_that_has_ended_is_not_killed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another's by then."""
+    killed: list[int] = []
+    process = children.Process(child.Setup(Config(), (), frozenset()))
+    pid = process._process.pid
+    assert os.getsid(pid) == pid, "a terminal's signals reach it"
+    real = os.killpg
+
+    def killpg(group: int, number: int) -> None:
+        killed.append(group)
+        real(group, number)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    assert process.close() == "SIGKILL"
+    assert set(killed) == {pid}
+    killed.clear()
+    process.kill()
+    assert killed == []
 
 
 # -- what is no business of a handler
