@@ -10,6 +10,8 @@ from psycopg._queries import PostgresQuery
 from psycopg.adapt import Transformer
 
 from flowforge.config import Config
+from flowforge.stopping import Stop
+from flowforge.worker.daemon import Worker
 from flowforge.worker.execution import Finish, Release, Report, StopReason
 from flowforge.worker.finishing import Finisher, _Ended
 from flowforge.worker.leases import LeaseKeeper
@@ -232,6 +234,16 @@ def test_at_the_stop_a_result_that_takes_long_waits_for_all_others(monkeypatch: 
     assert len(looks) < 20
 
 
+def test_until_the_stop_a_result_that_takes_long_waits_for_no_other() -> None:
+    """One whose moment comes in an hour would keep it, and its handler's lease, waiting for nothing."""
+    finisher = Sending(Wire()).finisher
+    long, small = ended(120.0), ended(60.0)
+    finisher._put_off([long])
+    finisher._put_off([small], 3600)
+    assert finisher._patience([]) == 0
+    assert finisher._next() == [long]
+
+
 def ended(limit: float) -> _Ended:
     """A result whose statement may take so many seconds."""
     return _Ended(an_execution(), Finish("succeeded"), True, limit)
@@ -309,3 +321,23 @@ def test_health_is_told_of_refused_renewals(refusal: type[psycopg.Error], turns:
     wire.refuses = False
     keeper._renew(10e9)
     assert not told()
+
+
+def test_health_says_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renewals of some leases too, while others are answered."""
+
+    class Once(Stop):
+        def wait(self, seconds: float | None = None) -> bool:
+            looks.append(seconds)
+            return len(looks) > 1
+
+    looks = list[float | None]()
+    worker = Worker({}, Config(), Once())
+    monkeypatch.setattr(LeaseKeeper, "refused", True)
+    worker._watch()
+    assert worker.health.state == "error"
+    assert worker.health._state["detail"] == "the database refuses to renew; see the log"
+    worker._finisher._session.stuck(psycopg.errors.InsufficientPrivilege("no"))
+    looks.clear()
+    worker._watch()
+    assert worker.health._state["detail"] == "the database refuses to finish, renew; see the log"

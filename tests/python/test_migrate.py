@@ -5,12 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from psycopg.errors import DeadlockDetected
+from psycopg.errors import DeadlockDetected, LockNotAvailable
 
 from flowforge.connecting import check_start
 from flowforge.errors import ConfigError, DatabaseError, MissingPrivilege, SchemaError
@@ -137,6 +139,34 @@ def test_a_step_that_ends_a_deadlock_is_tried_again(db: Database, monkeypatch: p
 
     with db.connect() as conn:
         assert _patiently(conn, step) == "done"
+
+
+def test_who_only_passes_by_is_not_blamed_for_a_lock(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only who holds it from one try to the next, in the warning as in the error at the end."""
+    seen = list[set[str]]()
+
+    def holders(_: object) -> set[str]:
+        seen.append(tries.pop(0))
+        return seen[-1]
+
+    def step() -> None:
+        if tries:
+            raise LockNotAvailable
+
+    monkeypatch.setattr("flowforge.migrate.LOCK_PAUSE", 0.0)
+    monkeypatch.setattr("flowforge.migrate._holders", holders)
+    conn: Any = None
+    tries = [{"a", "b"}, {"b", "c"}, {"b", "d"}, {"d"}, {"e"}]
+    _patiently(conn, step)
+    assert [each.__dict__["keys"]["held_by"] for each in caplog.records] == ["b", "d"]
+    seen.clear()
+    monkeypatch.setattr("flowforge.migrate.LOCK_PATIENCE", 1.5)
+    monkeypatch.setattr(time, "monotonic", lambda: float(len(seen)))
+    tries = [{"a", "b"}, {"b", "c"}, {"d"}]
+    with pytest.raises(SchemaError, match="now, by b; end that"):
+        _patiently(conn, step)
 
 
 def test_a_lock_row_of_a_killed_runner_blocks_nobody(

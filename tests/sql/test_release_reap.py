@@ -121,6 +121,36 @@ def test_after_max_reaps_it_fails_whatever_attempts_are_left(engine: Engine, how
     assert engine.states(run_id)["b"] == "succeeded"
 
 
+def crashed(engine: Engine, how: str) -> tuple[str, str]:
+    """What the last attempt and the task run tell of an execution that broke off so, the first and last."""
+    run_id = engine.start(task("a", max_reaps=0))
+    assert release(engine, engine.claim_one(), how) == "failed"
+    recorded = engine.value("select error from flowforge.attempt order by task_run_id desc limit 1")
+    return recorded, engine.task_run(run_id, "a").error
+
+
+GIVEN_UP = "; given up after 1 executions without an answer"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("crashed", ""),
+        ("crashed: ", ": "),
+        ("crashed: exit code 3", ": exit code 3"),
+        ("crashed: crashed: twice", ": crashed: twice"),
+        ("crashed: 100 %s\n\x01\x1b[31m\u202e\U0010ffff", ": 100 %s\n\x01\x1b[31m\u202e\U0010ffff"),
+        ("crashed: " + "é" * 10_000, ": " + "é" * 10_000),
+        ("crashed: " + "é" * 50_000, ": " + "é" * 10_000 + " [cut off]"),
+    ],
+    ids=["not said", "empty", "short", "twice", "control characters", "just short enough", "100 kB"],
+)
+def test_how_an_execution_crashed_is_told(engine: Engine, how: str, told: str) -> None:
+    """As an error of a handler is: up to max_error_chars, and as it is."""
+    error = f"the execution broke off without an answer{told}"
+    assert crashed(engine, how) == (error, error + GIVEN_UP)
+
+
 def test_max_reaps_zero_gives_no_second_chance(engine: Engine) -> None:
     run_id = engine.start(task("a", max_reaps=0))
     engine.claim_one()
@@ -556,7 +586,11 @@ def test_a_stale_release_changes_nothing(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(None, 1, "shutdown"), (1, None, "shutdown"), (1, 1, None), (1, 1, "bored"), (1, 1, "Shutdown")],
+    [
+        *((None, 1, "shutdown"), (1, None, "shutdown"), (1, 1, None), (1, 1, "bored"), (1, 1, "Shutdown")),
+        *((1, 1, "crashed:"), (1, 1, "crashed:exit"), (1, 1, "Crashed: exit"), (1, 1, " crashed: exit")),
+        *((1, 1, "shutdown: soon"), (1, 1, "unstarted: "), (1, None, "crashed: exit"), (1, 1, "")),
+    ],
 )
 def test_wrong_arguments_are_refused(engine: Engine, arguments: tuple[Any, ...]) -> None:
     engine.start(task("a"))
