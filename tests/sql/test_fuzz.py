@@ -40,15 +40,39 @@ KNOWN_TEXTS = (
     *("w", "a", "b", "m", "default", "worker", "succeeded", "failed", "cancelled", "unstarted", "shutdown"),
     *("crashed", "unknown_handler", "max_tasks", "notify", "max_payload_bytes", "key"),
 )
-# By argument, so that what is hostile about a call is mostly another one.
+# By argument (or element of one), so that what is hostile about a call is mostly one other; what is missing
+# here may be null.
 RIGHT = {
     "workflow": ("w",),
+    "worker": ("worker",),
     "queue": ("default",),
-    "queues": ("{default}",),
     "name": ("max_tasks", "notify"),
     "outcome": ("succeeded", "failed", "cancelled"),
     "reason": ("unstarted", "shutdown", "crashed", "unknown_handler"),
+    "task": ("a", "d", "u"),
     "from_task": ("a", "d", "u"),
+    "spec": ('{"name": "w", "tasks": [{"name": "a"}, {"name": "b", "after": ["a"]}]}',),
+    "input": ("{}", "1"),
+    "output": ("[1]", '"x"'),
+    "labels": ("{}",),
+    "error": ("no luck", ""),
+    "message": ("half",),
+    "retryable": ("t", "f"),
+    "one_by_one": ("t", "f"),
+    "asleep": ("f",),
+    "fraction": ("0.5",),
+    "lease": ("30 s",),
+    "redispatch_delay": ("10 s", "40 s"),
+    "older_than": ("1 s",),
+    "delay": ("0", "5 s"),
+    "claim_id": ("11111111-1111-1111-1111-111111111111",),
+    "max_rows": ("1", "10"),
+    "max_runs": ("1", "10"),
+    "capacity": ("4",),
+    "window_size": ("1", "1000"),
+    "version": ("1",),
+    "priority": ("0", "7"),
+    "value": ("100",),
 }
 INTERVALS = (
     *(
@@ -163,10 +187,27 @@ class Values:
         if engine.connection.info.server_version >= 170_000:
             self._of["interval"] |= st.sampled_from(["infinity", "-infinity"])
 
-    def of(self, argument: str, kind: str) -> st.SearchStrategy[str | None]:
-        if argument in RIGHT:
-            return st.sampled_from(RIGHT[argument]) | self._any(kind)
-        return self._any(kind)
+        offered = next(row for row in engine.messages() if row.handler.endswith("a"))
+        leased = next(row for row in rows if row.state == "running")
+        # Those that go together: of what is offered where a call names a dispatch, else of what runs.
+        self._offered = {
+            "task_run_id": (str(offered.task_run_id),),
+            "dispatch_id": (str(offered.dispatch_id),),
+        }
+        self._leased = {
+            "task_run_id": (str(leased.task_run_id),),
+            "fencing_token": (str(leased.fencing_token),),
+            "run_id": (str(leased.run_id),),
+            "outbox_id": (str(offered.outbox_id),),
+        }
+
+    def _right(self, function: Any, argument: str, kind: str) -> st.SearchStrategy[str | None]:
+        name = argument.removesuffix("s") if kind.endswith("[]") else argument
+        dispatched = any(each.startswith("dispatch_id") for each in function.arguments)
+        there = {**RIGHT, **self._leased, **(self._offered if dispatched else {})}.get(name)
+        if there is None:
+            return st.none()
+        return st.sampled_from([_array([each], "flat") if kind.endswith("[]") else each for each in there])
 
     def _any(self, kind: str) -> st.SearchStrategy[str | None]:
         if kind.endswith("[]"):
@@ -177,9 +218,17 @@ class Values:
         return st.one_of(self._of[kind], self._of[kind], self._of[kind], st.none())
 
     def call(self, function: Any) -> st.SearchStrategy[tuple[Any, list[str | None]]]:
-        return st.tuples(
-            st.just(function), st.tuples(*map(self.of, function.arguments, function.types)).map(list)
-        )
+        """Mostly with one hostile argument, each in its turn; now and then with more."""
+        places = range(len(function.arguments))
+        right = [
+            self._right(function, *each) for each in zip(function.arguments, function.types, strict=True)
+        ]
+        one = [
+            st.tuples(*[self._any(function.types[at]) if at == place else right[at] for at in places])
+            for place in places
+        ]
+        any_of_them = st.tuples(*[right[at] | self._any(function.types[at]) for at in places])
+        return st.tuples(st.just(function), st.one_of(*one, any_of_them).map(list))
 
 
 def _middle(engine: Engine) -> None:
@@ -212,13 +261,26 @@ def _names_what_was_wrong(function: Any, message: str) -> bool:
     return any(word in message.lower() for word in words)
 
 
+# What was taken is within the bounds that are documented.
+OUT_OF_BOUNDS = """
+    select 'queue' from flowforge.queue
+    where window_size not between 1 and 1000000 or redispatch_delay not between '0.1 s' and '1 day'
+    union all
+    select 'lease' from flowforge.task_run where lease_length not between '0.1 s' and '7 days'
+    union all
+    select 'priority' from flowforge.run where priority not between -1000000 and 1000000
+    union all
+    select 'limit' from flowforge.limits where value not between minimum and maximum
+"""
+
+
 def _try(engine: Engine, function: Any, arguments: list[str | None]) -> None:
     note(f"{function.name}({', '.join(str(each)[:200] for each in arguments)})")
     places = ", ".join(f"%s::{each}" for each in function.types)
     try:
         with engine.connection.transaction():
             engine.rows(f"select * from flowforge.{function.name}({places})", *arguments)
-            broken = engine.rows("select * from flowforge.violations()")
+            broken = engine.rows("select * from flowforge.violations()") + engine.rows(OUT_OF_BOUNDS)
     except psycopg.Error as error:
         note(f"{error.sqlstate} {error}")
         clean = (error.sqlstate or "")[:2] in ("WF", "22") and _names_what_was_wrong(function, str(error))
