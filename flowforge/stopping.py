@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from flowforge import threads
 from flowforge.waking import Waker
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -173,8 +174,8 @@ def end_soon(code: int) -> None:
     """
     # Both from here: once the interpreter ends, there are no new threads.
     for watch in (_timer(LAST_MOMENT, _flush_and_end, code), _timer(2 * LAST_MOMENT, os._exit, code)):
-        with contextlib.suppress(RuntimeError):  # no thread is to be had
-            watch.start()
+        with contextlib.suppress(threads.NoThread):
+            threads.start(watch)
             # By then it has joined them, and what a program's own functions do at its end may take longer.
             atexit.register(watch.cancel)
     _at_end.append(_written_or_end(code))
@@ -200,16 +201,16 @@ def _written_or_end(code: int) -> Callable[[], None]:
                 except OSError:
                     os._exit(code)
 
-    with contextlib.suppress(RuntimeError):  # no thread is to be had
-        threading.Thread(target=limit, name="flowforge-end", daemon=True).start()
+    with contextlib.suppress(threads.NoThread):
+        threads.start(threading.Thread(target=limit, name="flowforge-end", daemon=True))
     return write
 
 
 def end_now(code: int) -> None:
     """End the process with `code`, whatever still runs; in a moment if nobody takes what is left to be
     written."""
-    with contextlib.suppress(RuntimeError):  # no thread is to be had: rather without
-        _timer(LAST_MOMENT, os._exit, code).start()
+    with contextlib.suppress(threads.NoThread):  # rather without it, then
+        threads.start(_timer(LAST_MOMENT, os._exit, code))
         _flush_and_end(code)
     os._exit(code)
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from flowforge import log
+from flowforge import log, threads
 
 T = TypeVar("T")
 
@@ -27,9 +27,8 @@ def tell(write: Callable[[T], None], what: T) -> None:
 
     thread = threading.Thread(target=written, name="flowforge-tell", daemon=True)
     try:
-        thread.start()
-        thread.join(_MOMENT)
-    except RuntimeError as error:  # no thread is to be had
+        threads.start(thread).join(_MOMENT)
+    except threads.NoThread as error:
         refused.append(error)
     if refused or thread.is_alive():
         why = str(refused[0]) if refused else "nobody reads it"

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from flowforge import log, tracing
+from flowforge import log, threads, tracing
 from flowforge.config import Config
 from flowforge.errors import FlowForgeError
 from flowforge.loading import load_workflows
@@ -165,16 +165,17 @@ class Child:
             # Afterwards, since a module may set up logging by itself.
             log.configure_others(setup.config.log_format, setup.config.log_level, setup.sources)
             self._spans = tracing.spans(setup.config)
-            threading.Thread(target=self._listen, name="flowforge-worker", daemon=True).start()
+            threads.start(threading.Thread(target=self._listen, name="flowforge-worker", daemon=True))
             limit_memory(setup.config.memory_limit)
+        except (MemoryError, threads.NoThread) as error:
+            _log.warning("a process for handlers cannot run them now", error=str(error))
+            sys.exit(EXIT_FOR_NOW)
         except FlowForgeError as error:
             if isinstance(error.__cause__, MemoryError | OSError):
                 _log.warning("a process for handlers cannot run them now", error=str(error))
                 sys.exit(EXIT_FOR_NOW)
             self._send(Ready(str(error)))
             return
-        except (MemoryError, RuntimeError):  # of the thread
-            sys.exit(EXIT_FOR_NOW)
         self._send(Ready())
         while (execution := self._given.get()) is not None:
             self._execute(execution, handlers[execution.claim.handler], setup.config)

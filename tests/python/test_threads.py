@@ -1,5 +1,6 @@
 """A moment in which the system gives no thread loses nothing; at the start it is the program's end."""
 
+import multiprocessing
 import socket
 import threading
 from collections.abc import Callable
@@ -7,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from flowforge import connecting, db, exits, up
+from flowforge import connecting, db, exits, stopping, up
+from flowforge.cli.telling import tell
 from flowforge.config import Config
 from flowforge.errors import DatabaseUnavailable
 from flowforge.health import Health
 from flowforge.publisher import Publisher
 from flowforge.stopping import Stop
 from flowforge.threads import NoThread
+from flowforge.worker import child
 from flowforge.worker.daemon import Worker
 from flowforge.worker.execution import Finish, Release
 from tests.python.slots import Slots
@@ -133,3 +136,52 @@ def test_up_ends_the_daemons_that_have_threads_when_one_has_none(monkeypatch: py
     with pytest.raises(NoThread, match=LACK):
         up._run_parts(parts, Config(), None, stop, lambda: None)
     assert (stop.requested, parts[0].thread.is_alive()) == (True, False)
+
+
+def test_what_tells_goes_on_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse(monkeypatch)
+    told: list[str] = []
+    tell(told.append, "ready")
+    assert told == []
+    assert vars(caplog.records[-1])["keys"]["error"] == LACK
+
+
+def test_a_program_comes_to_its_end_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody waits at its end for one that was not started."""
+    at_end: list[Any] = []
+    monkeypatch.setattr(stopping, "_at_end", at_end)
+    monkeypatch.setattr("atexit.register", at_end.append)
+    monkeypatch.setattr(stopping, "_flush_and_end", at_end.append)
+    monkeypatch.setattr("os._exit", at_end.append)
+    refuse(monkeypatch, "")
+    stopping.end_soon(7)
+    [write] = at_end
+    write()
+    assert at_end == [write]
+    stopping.end_now(7)
+    assert at_end == [write, 7]
+
+
+@pytest.mark.parametrize("lacking", [True, False])
+def test_a_process_for_handlers_without_a_thread_may_be_started_later(
+    monkeypatch: pytest.MonkeyPatch, lacking: bool
+) -> None:
+    """What else goes wrong in it is not taken for that."""
+
+    def fails(_: int) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("flowforge.log.configure", lambda *_: None)
+    monkeypatch.setattr("flowforge.log.configure_others", lambda *_: None)
+    monkeypatch.setattr(child, "limit_memory", fails)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+    if lacking:
+        refuse(monkeypatch)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        ours.send(child.Setup(Config(), ("tests.python.isolated_flows",), frozenset({"pid.task"})))
+        with pytest.raises(SystemExit if lacking else RuntimeError) as ended:
+            child.Child(theirs).run()
+    assert str(ended.value) == (str(child.EXIT_FOR_NOW) if lacking else "a fault")
