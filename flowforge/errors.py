@@ -18,7 +18,7 @@ No message holds a password or a payload.
         BrokerError
             BrokerUnavailable, BrokerBlocked
             BrokerMisconfigured
-                BrokerForbidden
+                BrokerForbidden, BrokerMismatch
         PermanentError          raised by a handler: no further attempt
         Cancelled               inside a handler: its run is being cancelled, or its lease is lost
         TimeLimitExceeded       inside a handler: the task's time limit has passed
@@ -159,6 +159,10 @@ class BrokerMisconfigured(BrokerError):
 
 class BrokerForbidden(BrokerMisconfigured):
     """The user of the broker lacks a permission. It can be granted at any time, so it is waited for."""
+
+
+class BrokerMismatch(BrokerMisconfigured):
+    """A queue or exchange exists with other arguments. It can be deleted at any time, so it is waited for."""
 
 
 class PermanentError(FlowForgeError):

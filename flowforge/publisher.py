@@ -13,11 +13,17 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flowforge import db, log, threads
-from flowforge.broker import Message, Outcome, PublishChannel, unusable
+from flowforge.broker import Message, Outcome, PublishChannel
 from flowforge.broker.publish import Kind
 from flowforge.config import Config
 from flowforge.crash import crash_point
-from flowforge.errors import BrokerForbidden, BrokerMisconfigured, BrokerUnavailable, ConfigError
+from flowforge.errors import (
+    BrokerForbidden,
+    BrokerMisconfigured,
+    BrokerMismatch,
+    BrokerUnavailable,
+    ConfigError,
+)
 from flowforge.metrics import Metric, counted
 from flowforge.runner import Daemon
 
@@ -30,13 +36,13 @@ _KEPT = {
 class Publisher(Daemon):
     """The duty of the publisher, for `runner.run`. Raises ConfigError when no broker is configured.
 
-    At the start, until its first tick has succeeded, it ends over what the broker refuses for good: its
-    login, an exchange of another type, or each and every queue, since then the mistake is in its own
-    settings. From then on such things are waited for, a missing permission even from the start: health names
-    it, and nothing is marked.
+    At the start, until its first tick has succeeded, it ends when the broker refuses its login. From then on
+    that is waited for, and even from the start a missing permission, and an exchange or a dead-letter queue
+    with other arguments: health names it, and nothing is marked.
 
-    A queue among others that cannot be used, as one that exists with other arguments, never ends it, nor
-    touches the others: health names it, its orders are kept and refused with the reason."""
+    A queue that cannot be used, as one that exists with other arguments, never ends it, nor touches others:
+    health names it, its orders are kept and refused with the reason, and it is looked at again until it can
+    be."""
 
     name = "publisher"
     role = "flowforge_publisher"
@@ -86,7 +92,7 @@ class Publisher(Daemon):
         try:
             done = self._tick(conn)
         except BrokerMisconfigured as exc:
-            if not self._started and not isinstance(exc, BrokerForbidden):
+            if not self._started and not isinstance(exc, (BrokerForbidden, BrokerMismatch)):
                 raise
             if self._told != str(exc):
                 self._log.error("the broker is misconfigured; waiting for the remedy", error=str(exc))
@@ -101,7 +107,6 @@ class Publisher(Daemon):
         if self._new_connection:
             queues = [str(row[0]) for row in self._call(conn, "select flowforge.queue_names()")]
             self._declare(conn, queues)
-            self._check_start(queues)
             self._new_connection = False
         self._tell_wrong()
         self._offer_again(conn)
@@ -116,11 +121,6 @@ class Publisher(Daemon):
 
     def _call(self, conn: db.Connection, query: str, *params: object) -> list[tuple[object, ...]]:
         return db.call(conn, query, params, lock_timeout=self._config.lock_timeout)
-
-    def _check_start(self, queues: list[str]) -> None:
-        errors = [self._channel.wrong.get(queue) for queue in queues if unusable(queue) is None]
-        if not self._started and errors and all(type(error) is BrokerMisconfigured for error in errors):
-            raise BrokerMisconfigured(str(errors[0]))
 
     def _tell_wrong(self) -> None:
         wrong = {queue: str(error) for queue, error in self._channel.wrong.copy().items()}

@@ -77,8 +77,8 @@ def run(daemon: Daemon, config: Config, *, stop: Stop | None = None, health: Hea
 
     Without `stop` the signals of the process ask for it (main thread only); with it this may be any thread.
     What passes by itself (the database or the broker away, blocked, failing over) is waited for with jittered
-    back-off; what does not at the start (a wrong password, an old schema, a missing privilege, queues with
-    other arguments) ends the daemon with one line that names the remedy."""
+    back-off; what does not at the start (a wrong password, an old schema, a missing privilege) ends the
+    daemon with one line that names the remedy."""
     if stop is None:
         with signals(Stop()) as own:
             return _run(daemon, config, own, health, alone=True)

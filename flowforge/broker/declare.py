@@ -13,7 +13,13 @@ import pika.exceptions
 from flowforge.broker.connection import Client, Names, Steps, unusable
 from flowforge.config import Config
 from flowforge.db import Backoff
-from flowforge.errors import BrokerError, BrokerForbidden, BrokerMisconfigured, BrokerUnavailable
+from flowforge.errors import (
+    BrokerError,
+    BrokerForbidden,
+    BrokerMisconfigured,
+    BrokerMismatch,
+    BrokerUnavailable,
+)
 
 
 class Declaring(Client):
@@ -142,7 +148,7 @@ class Declaring(Client):
         self._upsetting.discard(queue)
         error = self.wrong.pop(queue, None)
         # Arguments never change: with other ones it was another queue.
-        if type(error) is BrokerMisconfigured or queue in self._missing:
+        if isinstance(error, BrokerMismatch) or queue in self._missing:
             self._missing.discard(queue)
             self.gone.add(queue)
 
@@ -168,8 +174,8 @@ def queue_arguments(config: Config, name: str) -> dict[str, str]:
 
 
 def refusal(exc: pika.exceptions.ChannelClosedByBroker) -> BrokerError:
-    """The broker's refusal of a declaration, naming what it is about, and both values where it tells them.
-    Only other arguments are there to stay: a permission can be granted, a node that is down comes back."""
+    """The broker's refusal of a declaration, naming what it is about, and both values where it tells
+    them."""
     if exc.reply_code != 406:
         kind = BrokerForbidden if exc.reply_code == 403 else BrokerUnavailable
         return kind(f"the broker refuses: {exc.reply_text}")
@@ -179,10 +185,10 @@ def refusal(exc: pika.exceptions.ChannelClosedByBroker) -> BrokerError:
         exc.reply_text,
     )
     if found is None:
-        return BrokerMisconfigured(f"the broker refuses: {exc.reply_text}")
+        return BrokerMismatch(f"the broker refuses: {exc.reply_text}")
     argument, what, name, *values = found.groups()
     expected, actual = (re.sub(r"^the value ('.*') of type '\w+'$", r"\1", value) for value in values)
-    return BrokerMisconfigured(
+    return BrokerMismatch(
         f"{what} '{name}' exists with other arguments: {argument} should be {expected} and is {actual}; "
         f"delete it, or change the setting that it follows"
     )

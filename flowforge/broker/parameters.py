@@ -6,6 +6,7 @@ import copy
 import re
 import ssl
 from pathlib import Path
+from urllib.parse import unquote
 
 import pika
 
@@ -42,6 +43,10 @@ class Addresses:
                 password = Path(config.amqp_password_file).read_text(encoding="utf-8").rstrip("\r\n")
             except (OSError, UnicodeDecodeError) as error:
                 raise _unreadable(called("amqp_password_file"), config.amqp_password_file, error) from None
+            if not password:
+                raise BrokerMisconfigured(
+                    f"{called('amqp_password_file')} names {config.amqp_password_file!r}, which is empty"
+                )
             login = parameters.credentials.username
             parameters.credentials = pika.PlainCredentials(login, password)
         if parameters.ssl_options is not None:
@@ -53,6 +58,11 @@ def _parameters(config: Config, index: int) -> pika.URLParameters:
     url = config.amqp_urls[index]
     if config.amqp_password_file:
         url = re.sub(r"^(amqps?://[^:@/?#]*)@", r"\1:@", url)  # pika wants a password where a login is
+    elif alone := re.match(r"amqps?://([^:@/?#]+)@[^@]*$", url):
+        raise ConfigError(
+            f"URL {index + 1} of {called('amqp_urls')} has no password for user {unquote(alone[1])!r}: set "
+            f"{called('amqp_password_file')}, or write it into the URL"
+        )
     try:
         parameters = pika.URLParameters(url)
     except (ValueError, TypeError) as error:

@@ -247,6 +247,13 @@ def test_a_url_that_cannot_be_read_is_refused_and_nothing_of_it_shown(config: Co
     assert "s3cret" not in str(caught.value)
 
 
+def test_a_user_without_a_password_is_told_where_it_goes(config: Config) -> None:
+    with pytest.raises(
+        ConfigError, match="URL 1 of FLOWFORGE_AMQP_URL has no password for user 'a b': set F"
+    ):
+        PublishChannel(config.replace(amqp_urls=("amqps://a%20b@host/x",)))
+
+
 @pytest.mark.parametrize(
     ("code", "text", "about"),
     [

@@ -307,20 +307,22 @@ def test_the_longest_queue_name_is_none_too_long_for_the_broker(
         wait_until(lambda: box.waiting("ÿ" * 100) == 1, "the message")
 
 
-def test_queues_that_all_have_other_arguments_end_the_publisher_at_the_start_and_nothing_is_marked(
-    config: Config, rabbit: Broker, outbox: Callable[..., Outbox], tmp_path: Any
+@pytest.mark.parametrize("which", ["default", "dead"])
+def test_queues_that_all_have_other_arguments_are_waited_for_from_the_start(
+    config: Config, rabbit: Broker, outbox: Callable[..., Outbox], which: str
 ) -> None:
+    """As after a change of FLOWFORGE_QUEUE_TYPE; the dead-letter queue is in the way of all others."""
     box = outbox()
-    rabbit.declare(box.name_of(), arguments={"x-queue-type": "quorum", "x-max-length": 5})
+    rabbit.declare(box.name_of(which), arguments={"x-queue-type": "quorum", "x-max-length": 5})
     box.dispatch()
-    daemon = process("Publisher", config.replace(health_file=str(tmp_path / "health")))
-    _, errors = daemon.communicate(timeout=TIMEOUT)
-    assert daemon.returncode == exits.EXIT_BROKER
-    (line,) = [line for line in map(json.loads, errors.splitlines()) if line["level"] == "error"]
-    assert f"queue '{box.name_of()}' exists with other arguments" in line["event"]
-    assert read_health(tmp_path / "health")[1].startswith("publisher: failed")
-    assert box.unpublished() == 1
-    assert box.errors() == {None}
+    with Running(Publisher(config), config) as running:
+        running.until("error" if which == "default" else "no broker")
+        assert f"queue '{box.name_of(which)}' exists with other arguments" in detail(running)
+        assert box.unpublished() == 1
+        rabbit.delete_queue(box.name_of(which))
+        running.until("ok")
+        wait_until(lambda: box.waiting() == 1, "the message")
+    assert running.code == exits.EXIT_OK
 
 
 def test_a_queue_with_other_arguments_among_others_is_refused_alone(

@@ -1,6 +1,7 @@
 """TLS to both servers, with certificates of an authority of the test's own, and passwords from files."""
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -165,6 +166,13 @@ def test_a_file_that_cannot_be_used_is_named(
     assert not channel.wait_ready(TIMEOUT)
     with pytest.raises(BrokerMisconfigured, match=f"{names} names '.*file', which cannot be used"):
         channel.check()
+
+
+def test_an_empty_password_is_no_password(config: Config, opened: Callable[[Any], Any]) -> None:
+    Path(config.amqp_password_file).write_text("\n")
+    error = why_not(opened(PublishChannel(config)))
+    assert isinstance(error, BrokerMisconfigured)
+    assert re.fullmatch("FLOWFORGE_AMQP_PASSWORD_FILE names '.*', which is empty", str(error))
 
 
 def test_a_password_that_changes_is_read_anew(config: Config, opened: Callable[[Any], Any]) -> None:
