@@ -1,11 +1,13 @@
 FROM python:3.13-slim-trixie AS build
+# Of pyproject.toml, separated by commas; may be empty.
+ARG EXTRAS=metrics
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY flowforge flowforge
 COPY sql sql
 RUN python -m venv /opt/flowforge \
     && /opt/flowforge/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    && /opt/flowforge/bin/pip install --no-cache-dir /wheels/flowforge-*.whl
+    && /opt/flowforge/bin/pip install --no-cache-dir "$(echo /wheels/flowforge-*.whl)${EXTRAS:+[$EXTRAS]}"
 
 FROM python:3.13-slim-trixie
 RUN groupadd --gid 10001 flowforge \

@@ -21,7 +21,7 @@ password >"$directory/postgres"
 
 # Of FlowForge's logins, each as a service of libpq, which programs refer to by service=flowforge. A passfile would
 # have to belong to the very user that reads it.
-for login in owner scheduler publisher worker client; do
+for login in owner scheduler publisher worker client operator; do
     printf '[flowforge]\npassword=%s\n' "$(password)" >"$directory/ff_$login"
 done
 

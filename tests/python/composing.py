@@ -185,7 +185,8 @@ class Composition:
         return done.stdout
 
     def smoke(self) -> dict[str, Any]:
-        """All of it: up, a run of the demo's workflow as the client's login, still healthy, down in order.
+        """All of it: up, a run of the demo's workflow as the client's login, the operator's commands, still
+        healthy, down in order.
 
         Returns the outputs of the run. Raises ServiceFailed.
         """
@@ -198,6 +199,14 @@ class Composition:
         answer = self.run(
             "client", "trigger", "stdlib_census", "--input", value, "--wait", "--timeout", limit, "--json"
         )
+        self.run("operator", "doctor")
+        for command in (
+            ["runs"],
+            ["pause", "default"],
+            ["resume", "default"],
+            ["prune", "--older-than", "1d"],
+        ):
+            self.run("operator", *command)
         if not any(consumers for _, _, consumers in self._servers.broker.queues().values()):
             raise ServiceFailed("worker", "takes nothing from RabbitMQ")
         for name, state in self._state.items():

@@ -7,6 +7,7 @@ import re
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from flowforge.cli import cli
+from flowforge.config import Config
 from tests.python.composing import (
     BIN,
     CHECKOUT,
@@ -52,6 +54,9 @@ def test_the_deployment_runs_a_workflow(document: Document, tmp_path: Path, serv
     """In the least favourable order that depends_on allows, and with no more than the logins of their own."""
     with Composition(document, tmp_path, servers, late="migrate") as composition:
         outputs = composition.smoke()
+        with servers.postgres.connect() as connection:
+            roles = "select pg_has_role('ff_scheduler', 'flowforge_reader', 'usage')"
+            assert connection.execute(roles).fetchone() == (True,), "else its metrics tell half"
     assert "Smoke" in outputs["report"]["text"]
     assert "administrator" not in servers.broker.ctl("list_users")
 
@@ -141,6 +146,13 @@ BROKEN: dict[str, tuple[str, Break, str, float | None]] = {
     "daemon's login without the right": ("publisher", login("ff_worker", secret=True), "publisher", None),
     "migration by a lesser login": ("migrate", login("ff_client", secret=True), "migrate", None),
     "trigger by another login": ("client", login("ff_publisher", secret=True), "client", None),
+    "operator's login without the right": ("operator", login("ff_client", secret=True), "operator", None),
+    "operator without a broker": (
+        "operator",
+        drop("environment", "FLOWFORGE_AMQP_PASSWORD_FILE"),
+        "operator",
+        None,
+    ),
     "secret that was not granted": ("define", drop("secrets"), "define", None),
     "no logins": ("postgres", put("volumes", value=[]), "migrate", None),
     "no login for the broker": ("rabbitmq", drop("secrets"), "rabbitmq", None),
@@ -202,7 +214,7 @@ def test_no_password_and_no_right_too_many(tmp_path: Path) -> None:
     """What no process of a smoke test would show."""
     resolved = resolve(DOCUMENT, tmp_path)
     ours = {name: each for name, each in resolved["services"].items() if each["image"] == "flowforge"}
-    assert set(ours) == {"migrate", "define", "scheduler", "publisher", "worker", "client"}
+    assert set(ours) == {"migrate", "define", "scheduler", "publisher", "worker", "client", "operator"}
     assert [name for name in ours if "build" in ours[name]] == ["migrate"]
     for name, service in resolved["services"].items():
         assert "container_name" not in service, name
@@ -218,7 +230,9 @@ def test_no_password_and_no_right_too_many(tmp_path: Path) -> None:
         assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
         [mine] = [each["source"] for each in service["secrets"] if each["source"].startswith("ff_")]
         logins.append(mine)
-    assert logins == ["ff_client", "ff_client", "ff_owner", "ff_publisher", "ff_scheduler", "ff_worker"]
+    assert sorted(logins) == [
+        "ff_client", "ff_client", "ff_operator", "ff_owner", "ff_publisher", "ff_scheduler", "ff_worker"
+    ]  # fmt: skip
     worker = ours["worker"]
     assert duration(worker["stop_grace_period"]) > float(worker["environment"]["FLOWFORGE_GRACE"])
 
@@ -255,17 +269,27 @@ def test_the_overrides_and_commands_of_the_guide_fit_the_file(tmp_path: Path) ->
     """Compose merges each override; each command names a service and, for ours, a command that exist."""
     guide = (CHECKOUT / "docs/deploying.md").read_text()
     overrides = re.findall(r"^```yaml\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
-    assert len(overrides) == 2
+    assert len(overrides) == 3
     for text in overrides:
         file = tmp_path / "compose.override.yaml"
         file.write_text(text)
         done = compose("--file", CHECKOUT / "compose.yaml", "--file", file, "config", "--format", "json")
         assert not done.returncode, done.stderr
         services = json.loads(done.stdout)["services"]
-        for name in ("define", "worker"):
-            mine = services[name]
-            assert mine["environment"].get("PYTHONPATH") == "/workflows" or mine["image"] == "shop"
-            assert mine["environment"]["PGSERVICEFILE"], "what is there already stays"
+        metrics = "METRICS" in text
+        for name in ("scheduler", "publisher", "worker") if metrics else ("define", "worker"):
+            environment = services[name]["environment"]
+            if metrics:
+                config = Config.from_environment(
+                    {key: environment[key] for key in environment if "METRICS" in key}
+                )
+                assert config.metrics_port
+                assert config.metrics_host == str(IPv4Address(0)), (
+                    "within the container alone none can reach it"
+                )
+            else:
+                assert environment.get("PYTHONPATH") == "/workflows" or services[name]["image"] == "shop"
+            assert environment["PGSERVICEFILE"], "what is there already stays"
     commands = cli.list_commands(click.Context(cli))
     workflow = (CHECKOUT / ".github/workflows/test.yml").read_text()
     for text in (guide, workflow):
