@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 )
 @click.option("--clause", "names", multiple=True, metavar="NAME", help="Try only this one; may be repeated.")
 @click.option("--patience", type=seconds, default="20s", help="Time that the worker has for each step.")
+@click.option("--force", is_flag=True, help="Go on where the database is in use.")
 @json_option
 @click.argument("arguments", nargs=-1, required=True, metavar="COMMAND...")
 @click.pass_context
@@ -46,6 +47,7 @@ def conformance(
     amqp_url: str | None,
     names: tuple[str, ...],
     patience: float,
+    force: bool,
     as_json: bool,
     arguments: tuple[str, ...],
 ) -> None:
@@ -56,9 +58,9 @@ def conformance(
     conformance.echo, .fail, .unstorable and .tick: docs/worker-protocol.md tells of all. It meets losses of
     connections, of answers and of leases.
 
-    Give it a database for the purpose, migrated, where no other daemon runs, and the login that migrated it.
-    Neither server may insist on TLS. What it makes there has names of its own; it cancels its runs at the
-    end. Exit code 0 when every clause holds, 1 otherwise.
+    Give it a database for the purpose, migrated, and the login that migrated it: it cancels its runs at the
+    end, but its workflows stay. Where there are others, or another daemon is at work, it refuses. Neither
+    server may insist on TLS. Exit code 0 when every clause holds, 1 otherwise.
 
     \b
     Examples:
@@ -67,6 +69,7 @@ def conformance(
     """
     from flowforge import log
     from flowforge.conformance import CLAUSES, examine
+    from flowforge.conformance.target import in_use
 
     log.configure("text", "error")  # of the scheduler and publisher that it runs
     config = find_database(database_url)
@@ -77,6 +80,11 @@ def conformance(
         raise click.BadParameter(f"there is no clause {unknown[0]}; there are: {', '.join(sorted(known))}")
     clauses = [each for each in CLAUSES if config.uses_broker or not each.needs_broker]
     clauses = [each for each in clauses if not names or each.name in names]
+    if not force and (shown := in_use(config)):
+        raise click.UsageError(
+            f"{shown}: the database is in use, and what conformance makes in it stays; give it one of its "
+            "own, or --force"
+        )
     violated = 0
     try:
         for verdict in examine(config, worker_url, arguments, clauses, patience):

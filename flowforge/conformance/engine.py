@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -21,12 +21,13 @@ from uuid import uuid4
 import psycopg
 from psycopg import conninfo
 
-from flowforge import connecting, db, runner
+from flowforge import db, runner, threads
 from flowforge.broker.desk import Desk
 from flowforge.client import is_connection_string
 from flowforge.config import Config
 from flowforge.conformance.proxy import DatabaseProxy, Proxy
-from flowforge.errors import ConfigError, MissingPrivilege, from_database
+from flowforge.conformance.target import connect
+from flowforge.errors import ConfigError, from_database
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
 from flowforge.stopping import Stop
@@ -50,7 +51,10 @@ class Engine:
         Raises ConfigError, FlowForgeError when there is no database or broker."""
         self.name = f"conformance_{secrets.token_hex(4)}"
         self.config = config.replace(
-            namespace=self.name if config.uses_broker else "", poll_interval=0.2, queues=(self.name,)
+            namespace=self.name if config.uses_broker else "",
+            poll_interval=0.2,
+            queues=(self.name,),
+            health_file="",  # which scheduler and publisher would write in turn
         )
         self._command, self.patience = command, patience
         self._stop = Stop()
@@ -64,15 +68,7 @@ class Engine:
                 "conformance stands between the worker and the broker, so that has to take amqp://"
             )
         self.desk = Desk(self.config) if config.uses_broker else None
-        functions = "define_workflow", "dispatch_ready", "claim_next"
-        try:
-            self._conn = connecting.connect(
-                self.config, "conformance", self._stop, functions, "flowforge_owner"
-            )
-        except MissingPrivilege as error:
-            # No login is to become the owner for that.
-            lacks = str(error).partition("; remedy: ")[0]
-            raise MissingPrivilege(f"{lacks}; remedy: give it the login that migrated its database") from None
+        self._conn = connect(self.config, self._stop)
         try:
             info = self._conn.info
             self._dbname = info.dbname
@@ -94,22 +90,25 @@ class Engine:
             thread = threading.Thread(
                 target=runner.run, args=(daemon, self.config), kwargs={"stop": self._stop}, daemon=True
             )
-            thread.start()
-            self._threads.append(thread)
+            self._threads.append(threads.start(thread))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.clear()
+        with ExitStack() as stack:  # from the last to the first, whichever of them fails
+            stack.callback(self._files.cleanup)
+            if self.desk is not None:
+                stack.callback(self.desk.remove, self.name, self.other_queue)
+            for proxy in (self.database, self.broker):
+                if proxy is not None:
+                    stack.callback(proxy.close)
+            stack.callback(self._conn.close)
+            stack.callback(self._end_daemons)
+            stack.callback(self.clear)
+
+    def _end_daemons(self) -> None:
         self._stop.request()
         for thread in self._threads:
             thread.join(10)
-        self._conn.close()
-        for proxy in (self.database, self.broker):
-            if proxy is not None:
-                proxy.close()
-        if self.desk is not None:
-            self.desk.remove(self.name, self.other_queue)
-        self._files.cleanup()
 
     # -- the worker under test
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from flowforge import threads
+
 _ENCRYPTION_REQUESTS = {80877103, 80877104}  # TLS, GSSAPI: each asks for a yes or no of one byte
 
 
@@ -23,7 +25,7 @@ class Proxy:
         self.is_down = False
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._lock = threading.RLock()
-        threading.Thread(target=self._accept, name="conformance-accept", daemon=True).start()
+        threads.start(threading.Thread(target=self._accept, name="conformance-accept", daemon=True))
 
     def down(self) -> None:
         """Cut every connection, and take no new one until `up`."""
@@ -51,9 +53,13 @@ class Proxy:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, args=(client,), name="conformance-carry", daemon=True
-                ).start()
+                )
+                try:
+                    threads.start(thread)
+                except threads.NoThread:
+                    client.close()  # the worker comes again
 
     def _serve(self, client: socket.socket) -> None:
         with client, suppress(OSError):
@@ -74,13 +80,15 @@ class Proxy:
                 return
             self._pairs.add(pair)
         back = threading.Thread(target=self._carry_back, args=(pair,), name="conformance-carry", daemon=True)
-        back.start()
-        with suppress(OSError):
-            self._carry_on(client, server)
-        _shut(client, server)
-        back.join()
-        with self._lock:
-            self._pairs.discard(pair)
+        try:
+            threads.start(back)
+            with suppress(OSError):
+                self._carry_on(client, server)
+            _shut(client, server)
+            back.join()
+        finally:
+            with self._lock:
+                self._pairs.discard(pair)
 
     def _carry_on(self, client: socket.socket, server: socket.socket) -> None:
         while data := client.recv(65536):

@@ -6,21 +6,26 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import pytest
+from psycopg import connect
 from psycopg.conninfo import conninfo_to_dict
 
 from flowforge import exits
 from flowforge.config import Config
 from flowforge.conformance import CLAUSES, Verdict, examine
 from flowforge.conformance.engine import Engine
+from flowforge.conformance.proxy import Proxy
+from flowforge.errors import DatabaseUnavailable
 from tests.python.shell import Shell
 from tests.services import node
 from tests.services.database import Database, prepare_template
@@ -273,6 +278,72 @@ def test_what_the_system_refuses_is_not_laid_at_the_worker_s_door(
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     told = Shell(db.dsn)("conformance", "--clause", "finishes", "x", code=exits.EXIT_FAILED).stderr
     assert "conformance cannot go on, whatever the worker is like: [Errno 28] No space left" in told
+
+
+def test_a_database_in_use_is_refused(db: Database) -> None:
+    """Each evidence by itself; and what conformance has left behind is none."""
+    shell = Shell(db.dsn)
+    arguments = "conformance", "--clause", "finishes", "--", *PYTHON
+    spec = '{"name": "etl", "tasks": [{"name": "a", "handler": "a"}]}'
+
+    def refused() -> str:
+        return shell(*arguments, code=exits.EXIT_USAGE).stderr
+
+    with connect(db.dsn, autocommit=True) as connection:
+        connection.execute("select flowforge.reap_expired_leases(1)")
+        assert "a scheduler has been at work within" in refused()
+        connection.execute("update flowforge.scheduler set reaper_ticked_at = null")
+        shell(*arguments)
+        shell(*arguments)
+        with connect(db.dsn, application_name="flowforge scheduler"):
+            assert "a scheduler is connected" in refused()
+        connection.execute("select flowforge.announce_worker('theirs', array['default'], 1)")
+        assert "there is the worker 'theirs'" in refused()
+        connection.execute("delete from flowforge.worker where name = 'theirs'")
+        connection.execute("select flowforge.define_workflow(%s)", [spec])
+        assert "there is the workflow 'etl'" in refused()
+        shell("conformance", "--force", *arguments[1:])
+
+
+def test_whatever_fails_at_the_end_the_rest_is_cleaned_up(
+    db: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(_: Engine) -> NoReturn:
+        raise DatabaseUnavailable("lost")
+
+    config = Config(database_url=db.dsn, health_file=str(tmp_path / "health"))
+    engine = Engine(config, "", ["sleep", "60"], 1)
+    monkeypatch.setattr(Engine, "clear", fail)
+    with pytest.raises(DatabaseUnavailable, match="lost"), engine:
+        pass
+    assert not any(thread.is_alive() for thread in engine._threads)
+    assert engine._conn.closed
+    assert not Path(engine._files.name).exists()
+    assert not (tmp_path / "health").exists(), "two daemons would write it in turn"
+
+
+def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        proxy = Proxy(server.getsockname())
+        with monkeypatch.context() as patch:
+
+            def none(_: threading.Thread) -> NoReturn:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", none)
+            with socket.create_connection(("127.0.0.1", proxy.port)) as refused:
+                refused.settimeout(60)
+                assert refused.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", proxy.port)) as served:
+            server.settimeout(60)
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(b"x")
+                served.settimeout(60)
+                assert served.recv(1) == b"x"
+        proxy.close()
 
 
 def test_the_command_refuses_what_it_cannot_do(db: Database) -> None:
