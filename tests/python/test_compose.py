@@ -292,7 +292,8 @@ def test_the_overrides_and_commands_of_the_guide_fit_the_file(tmp_path: Path) ->
             assert environment["PGSERVICEFILE"], "what is there already stays"
     commands = cli.list_commands(click.Context(cli))
     workflow = (CHECKOUT / ".github/workflows/test.yml").read_text()
-    for text in (guide, workflow):
+    restoring = (CHECKOUT / "docs/howto/backing-up.md").read_text()
+    for text in (guide, workflow, restoring):
         found = re.findall(r"docker compose (run|exec)(?: --rm| -T)* (\w+)(?: (\w+))?", text)
         assert {verb for verb, _, _ in found} == {"run", "exec"}
         for verb, service, argument in found:

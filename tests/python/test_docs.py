@@ -115,7 +115,8 @@ def test_the_guide_to_python_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch)
         with conn.transaction(force_rollback=True):  # roles are the server's: they must not stay
             conn.execute(logins.encode())
             conn.execute(table.encode())
-            for role, group in re.findall(r"^create role (\w+) +login in role (\w+)", logins, re.MULTILINE):
+            created = re.findall(r"^create role (\w+) +login in role ([\w, ]+);", logins, re.MULTILINE)
+            for role, group in ((role, group) for role, groups in created for group in groups.split(", ")):
                 row = conn.execute("select pg_has_role(%s, %s, 'usage')", [role, group]).fetchone()
                 assert row == (True,)
             row = conn.execute("select has_table_privilege('shop_worker', 'booking', 'insert')").fetchone()

@@ -205,7 +205,7 @@ def test_a_restored_database_goes_on_from_the_backup(
     while. The broker is not restored: messages of before and of after the backup lie there, and others have
     been consumed."""
     page = (ROOT / "docs/howto/backing-up.md").read_text()
-    commands = re.findall(r"^ *((?:pg_dump|createdb|pg_restore|flowforge) .*)", page, re.MULTILINE)
+    commands = re.findall(r"^ *((?:pg_dump|createdb|dropdb|pg_restore|flowforge) .*)", page, re.MULTILINE)
     flow, backup, end_of_the_old = Workflow("shop"), Gate(), Gate()
 
     @flow.task

@@ -137,7 +137,7 @@ def test_the_tutorial_works_as_it_is_written(home: Path) -> None:
             terminal = terminals.get(language) or terminals.setdefault(language, Terminal(home, environment))
             for step in re.split(r"^(?=\$ |\^C$)", text, flags=re.MULTILINE)[1:]:
                 command, *shown = step.splitlines()
-                terminal.run(command.removeprefix("$ ").replace("'flowforge[", f"'{ROOT}["))
+                terminal.run(command.removeprefix("$ ").replace("/path/to/checkout", str(ROOT)))
                 terminal.expect(command.removeprefix("$ "), shown)
         left = psutil.process_iter(["cwd"])
         assert not [each for each in left if f"{home}/.local" in str(each.info["cwd"])], (
