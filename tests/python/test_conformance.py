@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -245,13 +247,17 @@ def shell_worker(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[by
         given["PGDATABASE"] = given.pop("PGDBNAME")
         given["PATH"] = f"{Path(psql).parent}{os.pathsep}{os.defpath}"
         with (tmp_path / "log").open("wb") as log:
-            started.append(subprocess.Popen([EXAMPLES / "worker.sh", tmp_path], env=given, stderr=log))
+            started.append(
+                subprocess.Popen(
+                    [EXAMPLES / "worker.sh", tmp_path], env=given, stderr=log, start_new_session=True
+                )
+            )
         return started[-1]
 
     yield start
     for process in started:
-        if process.poll() is None:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
