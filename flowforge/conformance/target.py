@@ -11,8 +11,8 @@ from flowforge.config import Config
 from flowforge.errors import MissingPrivilege
 from flowforge.stopping import Stop
 
-_LATELY = 30.0  # seconds; longer than a scheduler's longest pace
 _PATIENCE = 5.0  # seconds for the server to notice that an earlier conformance has ended
+_PACES = 3.0  # seconds in which a scheduler ticks, unless it was made slow
 
 _WORKFLOW = "select name from flowforge.workflow where name not like 'conformance\\_%' order by name limit 1"
 _WORKER = """
@@ -24,11 +24,9 @@ _SESSION = """
     select true from pg_stat_activity
     where datname = current_database() and application_name like 'flowforge scheduler%' limit 1
 """
-# The scheduler of an earlier conformance leaves its mark as well, and a workflow.
-_TICK = """
-    select true from flowforge.health
-    where name = 'reaper_seconds' and value < %s and not exists (select from flowforge.workflow)
-"""
+# Behind a pooler a session may have another name. The scheduler of an earlier conformance leaves a tick as
+# well, so it must be seen to go on.
+_TICK = "select reaper_ticked_at from flowforge.scheduler where reaper_ticked_at > now() - interval '30 s'"
 
 
 def connect(config: Config, stop: Stop) -> db.Connection:
@@ -52,11 +50,14 @@ def in_use(config: Config) -> str:
         for what, query in (("the workflow", _WORKFLOW), ("the worker", _WORKER)):
             if found := db.call(connection, query):
                 return f"there is {what} {found[0][0]!r}"
-        if db.call(connection, _TICK, [_LATELY]):
-            return f"a scheduler has been at work within the last {_LATELY:.0f} s"
         deadline = time.monotonic() + _PATIENCE
         while db.call(connection, _SESSION):
             if time.monotonic() > deadline:
                 return "a scheduler is connected"
+            time.sleep(0.1)
+        deadline, last = time.monotonic() + _PACES, db.call(connection, _TICK)
+        while last and time.monotonic() < deadline:
+            if db.call(connection, _TICK) != last:
+                return "a scheduler is at work"
             time.sleep(0.1)
     return ""
