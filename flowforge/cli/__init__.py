@@ -113,19 +113,19 @@ class _Unfailing(io.FileIO):
     """A file for messages: where they cannot be written, nobody can be told, and all else goes on."""
 
     def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
+        left = memoryview(data)
+        with contextlib.suppress(OSError):
+            while left:
+                left = left[super().write(left) :]
+        return len(data)
 
 
 def _errors_that_may_be_lost() -> None:
     """From now on standard error is written if it can be."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
-        raw = _Unfailing(sys.stderr.fileno(), "w", closefd=False)
-        sys.stderr = io.TextIOWrapper(
-            io.BufferedWriter(raw), sys.stderr.encoding, "replace", line_buffering=True
-        )
+        raw: Any = _Unfailing(sys.stderr.fileno(), "w", closefd=False)
+        # Without a buffer, which would write once more what Ctrl-C interrupts just after it was written.
+        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "replace", write_through=True)
 
 
 def _is_of_output(error: OSError) -> bool:

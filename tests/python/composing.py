@@ -199,6 +199,8 @@ class Composition:
         answer = self.run(
             "client", "trigger", "stdlib_census", "--input", value, "--wait", "--timeout", limit, "--json"
         )
+        if not any(consumers for _, _, consumers in self._servers.broker.queues().values()):
+            raise ServiceFailed("worker", "takes nothing from RabbitMQ")
         self.run("operator", "doctor")
         for command in (
             ["runs"],
@@ -207,8 +209,6 @@ class Composition:
             ["prune", "--older-than", "1d"],
         ):
             self.run("operator", *command)
-        if not any(consumers for _, _, consumers in self._servers.broker.queues().values()):
-            raise ServiceFailed("worker", "takes nothing from RabbitMQ")
         for name, state in self._state.items():
             if state == "healthy" and not self._is_healthy(name):
                 raise ServiceFailed(name, f"is not healthy any more\n{self.log(name)}")

@@ -46,7 +46,7 @@ def steps() -> dict[str, list[str]]:
             for each in [name.replace("{duty.function}", duty) for duty in duties] if "{" in name else [name]:
                 if lane == "worker" and path.name in ("messages.py", "finishing.py"):
                     found["worker, RabbitMQ"].append(each)
-                if lane == "worker" and path.name in ("claiming.py", "finishing.py"):
+                if lane == "worker" and path.name in ("dispatches.py", "finishing.py"):
                     found["worker, PostgreSQL"].append(each)
                 if lane != "worker":
                     found[lane].append(each)

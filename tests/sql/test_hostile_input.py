@@ -126,6 +126,7 @@ def test_one_rule_refuses_a_name_wherever_it_is_given(engine: Engine, name: str,
 
 @pytest.mark.parametrize("name", ["'; drop table flowforge.run; --", "%s", "x" * 1_000_000], ids=ids)
 def test_an_unknown_name_is_quoted_in_the_message_and_cut(engine: Engine, name: str) -> None:
+    run_id = engine.start(task("a"))
     for function, arguments in [
         ("pause_queue", (name,)),
         ("resume_queue", (name,)),
@@ -133,7 +134,7 @@ def test_an_unknown_name_is_quoted_in_the_message_and_cut(engine: Engine, name: 
         ("redispatch", (name,)),
         ("set_limit", (name, 1)),
         ("activate_version", (name, 1)),
-        ("task_output", (1, name)),
+        ("task_output", (run_id, name)),
     ]:
         with engine.refuses("WF002", "'" + name[:20].replace("'", "''")) as caught:
             engine.call(function, *arguments)
