@@ -55,7 +55,7 @@ def steps() -> dict[str, list[str]]:
 
 class Lane:
     """A daemon that is started again and again, each time to die at the next step. At last it lives; but a
-    worker waits for the others' steps: it would leave them nothing to do."""
+    worker not by itself: it would leave nothing to do for the others' steps."""
 
     def __init__(self, cluster: Cluster, name: str, points: list[str], **environment: str) -> None:
         self._cluster, self._name, self._environment = cluster, name, environment
@@ -93,6 +93,8 @@ class Load:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.runs: list[int] = []
+        self.abandoned: int | None = None
+        self._provided: set[str] = set()
         for spec in UNSERVED:
             cluster.value("select version from flowforge.define_workflow(%s)", json.dumps(spec))
         cluster.execute("select flowforge.configure_queue('nobody', null, '0.1 s')")
@@ -106,20 +108,42 @@ class Load:
         if len(self.runs) % 4 == 1:
             self._cluster.rows("select flowforge.cancel_run(%s)", self.runs[-2])
 
-    def leave_over(self) -> None:
+    def provide(self, point: str | None) -> None:
+        """What a step needs that may not come by itself."""
+        if point is None or point in self._provided:
+            return
+        self._provided.add(point)
+        if point == "scheduler:after-cancel_leftovers":
+            self._leave_over()
+        elif point == "scheduler:after-reap_expired_leases":
+            self.abandoned, _ = self._claim_by_hand("0.1 s")
+
+    def _leave_over(self) -> None:
         """A run being cancelled in which something is ready again: given back while the cancel came."""
-        cluster = self._cluster
-        self.runs.append(cluster.trigger("by hand"))
-        cluster.wait_task(self.runs[-1], "work", "ready")
+        run, held = self._claim_by_hand("1 min")
+        with self._cluster.db.connect(autocommit=False) as worker:
+            worker.execute("select flowforge.release_task_run(%s, %s, 'unstarted')", held)
+            assert self._cluster.value("select flowforge.cancel_run(%s)", run) is True
+            worker.commit()
+
+    def _claim_by_hand(self, lease: str) -> tuple[int, tuple[int, int]]:
+        """A run, and the task run and token that nobody executes."""
+        cluster, run = self._cluster, self._cluster.trigger("by hand")
+        self.runs.append(run)
+
+        def ready() -> bool:
+            # The scheduler may be dead just now.
+            cluster.execute("select flowforge.dispatch_ready()")
+            return bool(cluster.task(run, "work")["state"] == "ready")
+
+        wait_until(ready, "the dispatch")
         claim = """
             select task_run_id, fencing_token
-            from flowforge.claim_next(array['hand'], 'the test', gen_random_uuid(), '1 min')
+            from flowforge.claim_task_run(%s, %s, 'the test', gen_random_uuid(), %s::interval)
         """
-        (held,) = cluster.rows(claim)
-        with cluster.db.connect(autocommit=False) as worker:
-            worker.execute("select flowforge.release_task_run(%s, %s, 'unstarted')", held)
-            assert cluster.value("select flowforge.cancel_run(%s)", self.runs[-1]) is True
-            worker.commit()
+        task = cluster.task(run, "work")
+        ((task_run, token),) = cluster.rows(claim, task["task_run_id"], task["dispatch_id"], lease)
+        return run, (task_run, token)
 
 
 def check_executions(cluster: Cluster, killed: set[int]) -> int:
@@ -160,24 +184,27 @@ def test_hd_40_a_process_dies_at_every_step(rabbit_cluster: Cluster, rabbit_serv
             cluster, "worker", points["worker, PostgreSQL"], FLOWFORGE_AMQP_URL="", **worker
         ),
     }
-    left_over = False
+
+    workers = [name for name in lanes if "worker" in name]
 
     def walked() -> bool:
-        nonlocal left_over
         load.keep_up()
-        if lanes["scheduler"].point == "scheduler:after-cancel_leftovers" and not left_over:
-            load.leave_over()
-            left_over = True
-        # Each of them, also when an earlier one has steps left.
-        return [lane.done() for lane in lanes.values()].count(False) == 0
+        load.provide(lanes["scheduler"].point)
+        # Each of them is asked, also when an earlier one has steps left.
+        done = {name: lane.done() for name, lane in lanes.items()}
+        if all(done[name] for name in workers):
+            for name in workers:
+                lanes[name].live()
+        return all(done.values())
 
     try:
-        wait_until(walked, "all steps", 300)
+        wait_until(walked, "all steps", 200)
     except TimeoutError:
         pytest.fail(f"never reached: {[lane.point for lane in lanes.values() if lane.point]}")
     for name, lane in lanes.items():
         assert [point for point, _ in lane.dead] == points[name]
-        lane.live()
+    assert load.abandoned is not None
+    cluster.rows("select flowforge.cancel_run(%s)", load.abandoned)
     _migrate(cluster, points["migrate"])
     killed = {process.pid for lane in lanes.values() for _, process in lane.dead}
     killed.add(_die_in_a_task(cluster, load, worker))
