@@ -159,7 +159,8 @@ def test_failures_are_told_and_successes_are_not(
     bench.report(execution)
     bench.run("good")
     wait_until(lambda: bench.free() == 1, "a free slot")
-    common = {"daemon": "worker", "run": 1, "task_run": 1, "task": "w.t", "attempt": 1, "token": 1}
+    common = {"daemon": "worker", "run": 1, "task_run": 1, "attempt": 1, "token": 1}
+    common |= {"workflow": "w", "task": "t"}
     assert told_of_failures(caplog) == [
         {**common, "handler": "fail", "error": "ValueError: in the first line"},
         {**common, "handler": "late", "error": f"time limit of {LIMIT} s exceeded"},
