@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 from contextlib import suppress
@@ -25,6 +26,7 @@ class Waker:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
+        self._inode = os.fstat(self.fileno()).st_ino
 
     def set(self) -> None:
         """Wake whoever waits, or the next one who will. Safe from any thread and from signal handlers."""
@@ -36,8 +38,15 @@ class Waker:
         return self.wait(0)
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until set, at most `seconds`; whether it was set. The flag stays set."""
-        return bool(readable(seconds, self.fileno()))
+        """Wait until set, at most `seconds`; whether it was set. The flag stays set. True also when its
+        descriptor was closed, or is another's by now: then nothing could ever set it."""
+        return bool(readable(seconds, self.fileno())) or self._is_gone()
+
+    def _is_gone(self) -> bool:
+        try:
+            return os.fstat(self.fileno()).st_ino != self._inode
+        except OSError:
+            return True
 
     def clear(self) -> None:
         """Unset the flag."""

@@ -226,3 +226,14 @@ def test_a_waker_for_which_there_are_no_descriptors_is_no_more_than_an_error(
     monkeypatch.setattr("flowforge.waking.socket.socketpair", fail)
     with pytest.raises(OSError, match="Too many open files"):
         Waker()
+
+
+def test_a_waker_whose_descriptor_is_anothers_by_now_says_so() -> None:
+    """A handler may have closed it; the next connection takes its number."""
+    waker = Waker()
+    assert not waker.wait(0)
+    reader, writer = os.pipe()
+    os.dup2(reader, waker.fileno())
+    assert waker.wait(0)
+    for each in (reader, writer):
+        os.close(each)
