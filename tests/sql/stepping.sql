@@ -95,7 +95,8 @@ as $$
 declare
     v_ids bigint[] := array(select tr.task_run_id from flowforge.task_run tr where tr.run_id > p_after_run_id);
 begin
-    delete from flowforge.outbox o where o.task_run_id = any (v_ids);
+    -- Also what pruned task runs left behind.
+    delete from flowforge.outbox;
     delete from flowforge.attempt a where a.task_run_id = any (v_ids);
     delete from flowforge.task_run tr where tr.task_run_id = any (v_ids);
     delete from flowforge.run_retry rr where rr.run_id > p_after_run_id;
