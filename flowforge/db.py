@@ -29,6 +29,7 @@ from psycopg.types.json import set_json_dumps
 from flowforge import threads
 from flowforge.config import is_secret
 from flowforge.errors import ConfigError, NotStorable, first_line, is_transient, refusal
+from flowforge.waking import readable
 
 # What libpq, psycopg or the server say of values in the connection string.
 _UNUSABLE = re.compile(
@@ -100,7 +101,8 @@ def connect(
     if within is not None:
         with suppress(ValueError):  # it is told of below
             most = max(2, math.ceil(within))
-            settings["connect_timeout"] = min(int(settings["connect_timeout"]) or most, most)
+            asked = int(settings["connect_timeout"])  # none, or less, is for ever
+            settings["connect_timeout"] = min(asked, most) if asked > 0 else most
     try:
         connection: Connection = psycopg.connect(
             **settings,
@@ -386,7 +388,8 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open: dict[int, tuple[float, int]] = {}  # until when, and a descriptor of our own
+        # Until when, a descriptor of our own, and for how long again if the answer is there and not read yet.
+        self._open: dict[int, tuple[float, int, float]] = {}
         self._keys = itertools.count()
         self._wakes_at = float("inf")
         self._started = False
@@ -397,15 +400,15 @@ class _Watchdog:
                 threads.start(threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True))
                 self._started = True
             key = next(self._keys)
-            self._open[key] = (time.monotonic() + seconds, os.dup(fileno))
+            self._open[key] = (time.monotonic() + seconds, os.dup(fileno), seconds)
             self._wake_for(key)
             return key
 
     def shorten(self, key: int, seconds: float) -> None:
         with self._changed:
             if key in self._open:
-                until, copy = self._open[key]
-                self._open[key] = (min(until, time.monotonic() + seconds), copy)
+                until, copy, again = self._open[key]
+                self._open[key] = (min(until, time.monotonic() + seconds), copy, min(again, seconds))
                 self._wake_for(key)
 
     def remove(self, key: int) -> None:
@@ -421,11 +424,16 @@ class _Watchdog:
         with self._changed:
             while True:
                 now = time.monotonic()
-                for key, (until, copy) in self._open.items():
-                    if until <= now:
+                for key, (until, copy, again) in self._open.items():
+                    if until > now:
+                        continue
+                    if again and readable(0, copy):
+                        # The caller is late, not the server: beside a handler that computes, say.
+                        self._open[key] = (now + again, copy, 0.0)
+                    else:
                         sever(copy)
-                        self._open[key] = (float("inf"), copy)
-                self._wakes_at = min((until for until, _ in self._open.values()), default=float("inf"))
+                        self._open[key] = (float("inf"), copy, 0.0)
+                self._wakes_at = min((until for until, *_ in self._open.values()), default=float("inf"))
                 self._changed.wait(None if self._wakes_at == float("inf") else self._wakes_at - now)
 
 
@@ -454,7 +462,8 @@ def answered_within(conn: Connection, seconds: float) -> Generator[None]:
 def guard(conn: Connection, seconds: float) -> Generator[Callable[[float], None]]:
     """Bound the calls on `conn` inside the block: after `seconds` its socket is shut down, so that a call
     that waits for a server that no longer answers (a half-open path that keepalives don't notice) fails as a
-    lost connection. What it gives, any thread may call with fewer seconds from now.
+    lost connection. It gets as long once more if something of the answer is there and has not been read: its
+    thread has not come to it. What it gives, any thread may call with fewer seconds from now.
 
     Raises OSError where there is no descriptor or no thread for it."""
     key = _watchdog.add(conn.fileno(), seconds)

@@ -3,6 +3,7 @@
 import datetime
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_no_host_is_waited_for_beyond_what_is_left() -> None:
     """Whatever the connection string says."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         dsn = f"host=127.0.0.1 port={silent.getsockname()[1]} connect_timeout="
-        for timeout in ("0", "600"):
+        for timeout in ("0", "-1", "600"):
             with pytest.raises(psycopg.OperationalError, match="timeout"):
                 database.connect(f"{dsn}{timeout}", application_name="test", within=0.1)
 
@@ -474,6 +475,20 @@ def test_a_guard_that_cannot_start_its_thread_leaves_the_next_one_whole(
         key = watchdog.add(ours.fileno(), 0.0)
         theirs.settimeout(TIMEOUT)
         assert theirs.recv(1) == b""
+        watchdog.remove(key)
+
+
+def test_a_guard_waits_as_long_again_for_who_has_not_read_an_answer_yet() -> None:
+    """Its thread has not come to it, beside one that computes; the server is not at fault."""
+    watchdog = database._Watchdog()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(TIMEOUT)
+        theirs.send(b"an answer")
+        begun = time.monotonic()
+        key = watchdog.add(ours.fileno(), 0.2)
+        assert theirs.recv(1) == b""
+        assert time.monotonic() - begun >= 0.4
         watchdog.remove(key)
 
 

@@ -64,9 +64,9 @@ def test_hd_19_clocks_that_are_wrong(cluster: Cluster, shifted: dict[str, str]) 
 
 def test_hd_20_computing_for_many_leases(cluster: Cluster) -> None:
     """A handler that computes in Python for three leases keeps its lease: one execution."""
-    cluster.daemons(workers=2, FLOWFORGE_LEASE="10", FLOWFORGE_CONCURRENCY="1")
+    cluster.daemons(workers=2, FLOWFORGE_LEASE="3", FLOWFORGE_CONCURRENCY="1")
     run = cluster.trigger("one", {"work": {"spin": str(cluster.directory / "go")}})
-    outlasted = "select lease_expires_at > started_at + interval '40 s' from flowforge.task_run"
+    outlasted = "select lease_expires_at > started_at + interval '12 s' from flowforge.task_run"
     cluster.wait_task(run, "work", "running")
     wait_until(lambda: cluster.value(outlasted) is True, "renewals for three leases")
     (cluster.directory / "go").touch()
