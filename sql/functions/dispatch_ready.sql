@@ -35,10 +35,10 @@ begin
     v_reoffered := array(select tr.task_run_id from flowforge.task_run tr
         where tr.stage = 'reoffered' and tr.available_at <= p_now
         order by tr.available_at, tr.task_run_id limit p_max_rows for no key update skip locked);
-    -- Only now may it be published: after a time without a scheduler, what was reckoned from its due time would be over.
+    -- Only now may claim_next take it: what was reckoned from its due time, a time without a scheduler does not shorten.
     update flowforge.task_run tr
-    set stage = 'dispatched', redispatch_at = greatest(tr.redispatch_at, p_now + (
-        select q.redispatch_delay from flowforge.queue q where q.queue_id = tr.queue_id))
+    set stage = 'dispatched', redispatch_at = tr.redispatch_at + (p_now - tr.available_at),
+        start_deadline = tr.start_deadline + (p_now - tr.available_at)
     where tr.task_run_id = any (v_reoffered) and tr.state = 'ready' and tr.available_at <= p_now;
     if v_reoffered <> '{}' then
         perform flowforge._wake_delivery();

@@ -307,7 +307,7 @@ begin
 
     if v_timed_out <> '{}' then
         perform flowforge._end_attempt(v_timed_out, array_fill('timed_out'::text, array[cardinality(v_timed_out)]),
-            (select array_agg(format('time limit of %s s exceeded, and no answer from its worker by then',
+            (select array_agg(format('time limit of %s s exceeded, and no end was reported by then: the handler does not stop, or its worker is lost',
                                      extract(epoch from tr.deadline - tr.started_at)::double precision)
                               order by tr.task_run_id)
              from flowforge.task_run tr where tr.task_run_id = any (v_timed_out)),

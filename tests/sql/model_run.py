@@ -127,6 +127,8 @@ class TaskRun:
         assert self.reoffered
         assert self.available_at <= now
         self.reoffered = False
+        if self.start_by is not None:
+            self.start_by += now - self.available_at
 
     def wait(self, now: datetime, shortest: timedelta, longest: timedelta) -> None:
         self.available_at, self.available_by = now + shortest, now + longest

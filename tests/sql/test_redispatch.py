@@ -28,7 +28,7 @@ def test_a_message_unclaimed_for_too_long_is_published_again(engine: Engine) -> 
 
 
 def test_what_is_offered_again_late_has_its_time_from_then(engine: Engine) -> None:
-    """After a time without a scheduler: its message is published only now, and cannot be lost already."""
+    """After a time without a scheduler: its message cannot be lost already."""
     engine.start(task("a"))
     publish(engine)
     claim = engine.claim_one()
@@ -41,6 +41,21 @@ def test_what_is_offered_again_late_has_its_time_from_then(engine: Engine) -> No
     assert engine.call("redispatch_lost") == 0
     engine.advance("1 s")
     assert engine.call("redispatch_lost") == 1
+
+
+def test_what_is_offered_again_late_may_be_begun_for_as_long(engine: Engine) -> None:
+    """Nobody could claim it without a broker before a scheduler came."""
+    engine.start(task("a", start_within=60))
+    for _ in range(2):
+        claim = engine.claim_one()
+        engine.call("release_task_run", claim.task_run_id, claim.fencing_token, "crashed")
+    engine.advance("120 s")
+    engine.schedule()
+    assert engine.call("fail_undeliverable") == 0
+    engine.advance("59 s")
+    assert engine.call("fail_undeliverable") == 0
+    engine.advance("1 s")
+    assert engine.call("fail_undeliverable") == 1
 
 
 def gaps(engine: Engine, times: int, *, served: bool = False, paceless: bool = False) -> list[int]:

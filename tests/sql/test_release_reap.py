@@ -313,7 +313,10 @@ def test_past_the_time_limit_the_attempt_has_timed_out(engine: Engine) -> None:
     row = engine.task_run(run_id, "a")
     assert (row.state, row.attempt, row.failures, row.dispatch_id) == ("pending", 2, 1, None)
     # Not what the worker of a live handler reports: nobody knows whether it overstayed, or died on the way.
-    silent = "time limit of 40 s exceeded, and no answer from its worker by then"
+    silent = (
+        "time limit of 40 s exceeded, and no end was reported by then: the handler does not stop, "
+        "or its worker is lost"
+    )
     assert (row.error, waits(engine, run_id)) == (silent, 3)
     assert engine.finish(first) == "fenced"
     engine.advance("3 s")
