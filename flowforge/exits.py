@@ -32,7 +32,7 @@ EXITS = {
     EXIT_TIMEOUT: "a run that was waited for had not ended in time",
     EXIT_REFUSED: "refused in the present state: retry of a running task, a key used with other input",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C, or told to stop a second time",
-    EXIT_PIPE: "whoever read the output has stopped reading, as head does",
+    EXIT_PIPE: "whoever read the output, or the log of a daemon, has stopped reading, as head does",
 }
 
 # The first that fits counts, so subclasses stand before their bases.

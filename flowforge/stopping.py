@@ -63,7 +63,7 @@ class Stop:
             callback()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for a request, at most `seconds`; whether there was one."""
+        """Wait for a request, at most `seconds`; whether there was one, or what tells of one is lost."""
         return self._flag.wait(seconds)
 
 

@@ -51,9 +51,11 @@ class _Connection(H11Protocol):
         under_way = None if cycle is None or cycle.response_complete else cycle
         if under_way is not self._awaited:
             self._awaited = under_way
-            # What was answered may not have been read.
-            answering = under_way is not None or self.transport.get_write_buffer_size() > 0
-            self._limit(ANSWER_LIMIT if answering else REQUEST_LIMIT)
+            if under_way is not None:
+                self._limit(ANSWER_LIMIT)
+            elif self.transport.get_write_buffer_size() == 0:
+                # Else the answer's limit goes on: it is whole, and not read yet.
+                self._limit(REQUEST_LIMIT)
 
     def _limit(self, seconds: float) -> None:
         if self._timer is not None:

@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import errno
 import importlib
-import io
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import click
 
 from flowforge import __version__, stopping
+from flowforge.cli import messages
 from flowforge.cli.common import WrongArgument
 from flowforge.errors import FlowForgeError
 from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, EXITS, exit_code
@@ -109,25 +109,6 @@ class _Commands(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
 
 
-class _Unfailing(io.FileIO):
-    """A file for messages: where they cannot be written, nobody can be told, and all else goes on."""
-
-    def write(self, data: Any, /) -> int:
-        left = memoryview(data)
-        with contextlib.suppress(OSError):
-            while left:
-                left = left[super().write(left) :]
-        return len(data)
-
-
-def _errors_that_may_be_lost() -> None:
-    """From now on standard error is written if it can be."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
-        raw: Any = _Unfailing(sys.stderr.fileno(), "w", closefd=False)
-        # Without a buffer, which would write once more what Ctrl-C interrupts just after it was written.
-        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "replace", write_through=True)
-
-
 def _is_of_output(error: OSError) -> bool:
     """Whether it arose where text is printed."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -184,7 +165,7 @@ def main() -> None:
     # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    _errors_that_may_be_lost()
+    messages.let_errors_be_lost()
     if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
         # Before anything that takes a while: what is asked to stop so early ends as it would later.
         stopping.remember()

@@ -264,6 +264,15 @@ class Changes:
                 found[waits].append(task["task"])
         return found
 
+    def untold(self, run_id: int) -> Iterator[dict[str, Any]]:
+        """What tasks wait for that have not waited long enough for `since` to tell."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for task, (waits, since) in self._waits.items():
+            if waits is not None and since is not None:
+                found[waits].append(task)
+        for waits, names in found.items():
+            yield {"event": "waits", "run_id": run_id, "tasks": names, "waits": waits}
+
     def _new(self, key: object, value: object) -> bool:
         if self._states.get(key) == value:
             return False

@@ -7,10 +7,11 @@ import os
 import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from flowforge.cli import messages
 from flowforge.cli.common import (
     F,
     Integer,
@@ -208,6 +209,13 @@ def _loaded(modules: tuple[str, ...], config: Config) -> list[Workflow]:
     return workflows
 
 
+def _serve(ctx: click.Context, run: Callable[[], int]) -> NoReturn:
+    """Run a daemon until it is told to stop, or nobody reads its log any more."""
+    with messages.read_or_stopped():
+        code = run()
+    ctx.exit(messages.exit_code(code))
+
+
 def _logging(config: Config) -> Config:
     from flowforge import log
 
@@ -274,7 +282,7 @@ def scheduler(ctx: click.Context, /, database_url: str | None, **flags: Any) -> 
     from flowforge.scheduler import Scheduler
 
     config = _configured(database_url, flags)
-    ctx.exit(runner.run(Scheduler(config), config))
+    _serve(ctx, lambda: runner.run(Scheduler(config), config))
 
 
 @click.command()
@@ -298,7 +306,7 @@ def publisher(ctx: click.Context, /, database_url: str | None, **flags: Any) -> 
     from flowforge.publisher import Publisher
 
     config = _configured(database_url, flags)
-    ctx.exit(runner.run(Publisher(config), config))
+    _serve(ctx, lambda: runner.run(Publisher(config), config))
 
 
 @click.command()
@@ -328,7 +336,8 @@ def worker(ctx: click.Context, /, modules: tuple[str, ...], database_url: str | 
     workflows = _loaded(modules, config)
     config = _serving(config, flags["queues"], workflows)
     warn_of_unregistered(config, workflows)
-    ctx.exit(daemon.run(daemon.handlers_of(workflows), config, sources=modules))
+    handlers = daemon.handlers_of(workflows)
+    _serve(ctx, lambda: daemon.run(handlers, config, sources=modules))
 
 
 @click.command()
@@ -397,7 +406,7 @@ def up(
 
     if server is not None and not as_json:
         say("Starting PostgreSQL …", err=True)
-    with acting():
+    with acting(), messages.read_or_stopped():
         code = everything.run(
             config, workflows, sources=modules, server=server, ready=ready,
             abandoned=lambda: left.append(True),
@@ -405,8 +414,8 @@ def up(
     if not code and not as_json:
         tell(say, "Stopped." if served else "Stopped before it was ready.")
     if left:
-        stopping.end_now(code)
-    ctx.exit(code)
+        stopping.end_now(messages.exit_code(code))
+    ctx.exit(messages.exit_code(code))
 
 
 def _check_given(database_url: str | None, own: object) -> None:

@@ -7,6 +7,8 @@ import signal
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import click
 
@@ -70,8 +72,7 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
 
     root = source or Path(sysconfig.get_path("stdlib"))
     title = str(source) if source else f"Python {platform.python_version()}: the standard library"
-    # Told to end, it ends as by Ctrl-C: the server is stopped and its directory removed.
-    before = {number: signal.signal(number, signal.default_int_handler) for number in stopping.heard()}
+    before = {number: signal.signal(number, _interrupt) for number in stopping.heard()}
     try:
         outcome = run(root, title, data_dir, show)
     finally:
@@ -98,6 +99,13 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
         click.secho("The figures differ from those of a straight count in one process.", fg="red", err=True)
         sys.stderr.flush()
         ctx.exit(EXIT_FAILED)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    """Told to end, it ends as by Ctrl-C: the server is stopped and its directory removed."""
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)  # the terminal's end is told several times
+    raise KeyboardInterrupt
 
 
 def _writable(output: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import click
@@ -53,20 +52,22 @@ def doctor(ctx: click.Context, role: str | None, database_url: str | None, as_js
       flowforge doctor --json | jq 'select(.status == "problem")'
     """
     counts: Counter[Status] = Counter()
-    # What is skipped for the same reason stands in one line.
-    for _, alike in groupby(
-        _findings(database_url, role),
-        lambda each: each.detail if each.status == "skipped" and not as_json else each.check,
-    ):
-        finding, *others = alike
-        counts[finding.status] += 1 + len(others)
+    skipped: list[Finding] = []  # for one and the same reason: they stand in one line
+    for finding in _findings(database_url, role):
+        counts[finding.status] += 1
         if as_json:
             print_json(dataclasses.asdict(finding))
-        elif others:
-            _print(dataclasses.replace(finding, detail=f"{finding.detail}; so are {len(others)} more checks"))
+            continue
+        if skipped and (finding.status, finding.detail) != ("skipped", skipped[0].detail):
+            _print_skipped(skipped)
+            skipped = []
+        if finding.status == "skipped":
+            skipped.append(finding)
         else:
+            # At once: the next check may take long.
             _print(finding)
     if not as_json:
+        _print_skipped(skipped)
         told = [counted(counts["problem"], "problem"), counted(counts["warning"], "warning")]
         told += [f"{counts['skipped']} skipped", f"{counts['ok']} ok"]
         click.echo(", ".join(told))
@@ -90,6 +91,13 @@ def _findings(database_url: str | None, role: str | None) -> Iterator[Finding]:
     where = "--database-url" if database_url else sources.get("database_url", (None, "flowforge up"))[1]
     yield settings(config, sources, where)
     yield from examine(config, where, role, command)
+
+
+def _print_skipped(findings: list[Finding]) -> None:
+    if findings:
+        first, *others = findings
+        more = f"; so are {len(others)} more checks" if others else ""
+        _print(dataclasses.replace(first, detail=first.detail + more))
 
 
 def _print(finding: Finding) -> None:

@@ -325,19 +325,22 @@ def cancel(
 
     with acting("flowforge_client"), Client(find_database(database_url).database_url) as client:
         changed = client.cancel(run_id, reason=reason)
-        state = client.result(run_id).state
-    if as_json:
-        print_json({"run_id": run_id, "changed": changed})
-    else:
-        click.echo(
-            f"Run {run_id} is being cancelled."
-            if changed
-            else f"Run {run_id} was not changed: it is being cancelled already."
-            if state == "running"
-            else f"Run {run_id} was not changed: it has ended ({state})."
-        )
+        if as_json:
+            print_json({"run_id": run_id, "changed": changed})
+        elif changed:
+            click.echo(f"Run {run_id} is being cancelled.")
+        else:
+            click.echo(f"Run {run_id} was not changed: {_why_not_cancelled(client, run_id)}.")
     if not changed:
         ctx.exit(EXIT_FAILED)
+
+
+def _why_not_cancelled(client: Client, run_id: int) -> str:
+    try:
+        state = client.result(run_id).state
+    except NotReadable:  # an output, which only a run that has ended has
+        return "it has ended"
+    return "it is being cancelled already" if state == "running" else f"it has ended ({state})"
 
 
 @click.command()

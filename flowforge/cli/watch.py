@@ -55,12 +55,21 @@ def follow(looks: Iterator[Snapshot], *, out: Console, as_json: bool = False) ->
             for last in looks:
                 live.update(picture(last, max(8, out.size.height)), refresh=True)
     else:
-        for last in looks:
-            for change in changes.since(last):
+
+        def tell(found: Iterator[dict[str, Any]]) -> None:
+            for change in found:
                 if as_json:
                     print_json(change)
                 else:
                     out.print(visible(change_line(change)))
+
+        try:
+            for last in looks:
+                tell(changes.since(last))
+        except WaitTimeout:
+            if last is not None:
+                tell(changes.untold(last.run["run_id"]))
+            raise
     assert last is not None  # noqa: S101 - there is one at least
     return last
 

@@ -170,7 +170,8 @@ class Process:
         """Unlike Popen.poll this leaves it to be reaped, so that its number stays that of its group."""
         try:
             return bool(os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
-        except ChildProcessError:
+        except ChildProcessError:  # somebody else has reaped it: a handler that waits for any child
+            self._reaped = True
             return True
 
     @property

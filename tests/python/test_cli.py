@@ -1,5 +1,6 @@
 """The command line as a whole: help, exit codes, the database, the user's modules, daemons as processes."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -92,6 +93,20 @@ def test_messages_that_cannot_be_written_change_no_exit_code() -> None:
         with Path("/dev/full").open("w") as full:
             done = subprocess.run([*command, *arguments], env=environment, stderr=full, check=False)
         assert done.returncode == code
+
+
+def test_messages_for_a_full_pipe_of_somebody_who_does_not_block_are_let_go() -> None:
+    """Whoever shares it may have set that it does not block."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    command = [sys.executable, "-m", "flowforge", "nosuch"]
+    done = subprocess.run(command, stderr=writer, check=False, timeout=60)
+    assert done.returncode == exits.EXIT_USAGE
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_broken_pipe_that_is_not_the_outputs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

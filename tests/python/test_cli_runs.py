@@ -436,6 +436,12 @@ def test_a_page_of_runs_is_read_from_the_end_of_an_index(db: Database) -> None:
             assert "Sort" not in plan
 
 
+def test_a_wait_that_is_given_up_tells_what_is_waited_for(shell: Shell) -> None:
+    """However short it was."""
+    result = shell("trigger", "orders", "--wait", "--timeout", "1s", code=exits.EXIT_TIMEOUT)
+    assert re.search(r"^fetch: waits: for a scheduler.*\nerror: ", result.stderr, re.MULTILINE), result.stderr
+
+
 # -- cancel, retry
 
 
@@ -451,6 +457,22 @@ def test_cancel_and_retry(live: Shell) -> None:
     assert "nothing" in live("retry", 1, code=exits.EXIT_FAILED).stdout
     assert "run again" in live("retry", 1, "--from", "price").stdout
     assert live.documents("watch", 1)[-1]["state"] == "succeeded"
+
+
+def test_cancel_of_a_run_whose_output_is_beyond_python(shell: Shell, db: Database) -> None:
+    """Which says no more than that it has ended."""
+    with db.connect() as connection, Client(db.dsn) as client:
+        client.define({"name": "odd", "tasks": [{"name": "a"}]})
+        client.trigger("odd")
+        connection.execute("select flowforge.dispatch_ready()")
+        connection.execute(
+            "select flowforge.finish_task_run(task_run_id, fencing_token, 'succeeded', %s::jsonb)"
+            " from flowforge.claim_next('{default}', 'w', gen_random_uuid(), '1 min', 1)",
+            ["9" * 5000],
+        )
+        connection.execute("select flowforge.settle_finished()")
+    result = shell("cancel", 1, code=exits.EXIT_FAILED)
+    assert (result.stdout, result.stderr) == ("Run 1 was not changed: it has ended.\n", "")
 
 
 def test_retry_of_what_is_under_way_is_refused(shell: Shell, db: Database) -> None:

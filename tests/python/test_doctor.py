@@ -3,15 +3,16 @@
 import json
 import re
 import shlex
+import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flowforge import db, exits, listen
-from flowforge.doctor import database, setup
+from flowforge.doctor import Finding, database, setup
 from flowforge.doctor.setup import Setup
 from tests.python.patient import Patient
 from tests.python.proxy import Proxy
@@ -56,6 +57,23 @@ def test_what_is_skipped_for_one_reason_is_one_line() -> None:
     assert re.match(r"skipped +database +the settings are wrong; so are \d\d more checks$", lines[2])
     assert len(lines) == 4
     assert len(Shell("nonsense").documents("doctor", code=exits.EXIT_FAILED)) > 20
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_each_finding_is_told_before_the_next_check(
+    monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    """Which may take as long as a server that says nothing is waited for."""
+
+    def findings(*_: object) -> Iterator[Finding]:
+        yield Finding("settings", "problem", "an early finding")
+        sys.stdout.flush()
+        assert b"an early finding" in sys.stdout.buffer.getvalue()  # type: ignore[union-attr]  # of the runner
+        yield Finding("database", "skipped", "the end")
+
+    # The package's attribute of that name is the command.
+    monkeypatch.setattr(sys.modules["flowforge.cli.doctor"], "_findings", findings)
+    assert "the end" in Shell("")("doctor", *form, code=exits.EXIT_FAILED).stdout
 
 
 @pytest.mark.parametrize("group", ["reader", "worker", "client"])

@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from flowforge.config import Config
-from flowforge.exits import EXIT_CONFIG
+from flowforge.exits import EXIT_CONFIG, EXIT_PIPE
 from flowforge.stopping import SIGNALS, Remembered, Stop, held_back, signals
 from flowforge.worker import daemon
 from tests.python.daemons import CHECKOUT, TIMEOUT
@@ -120,6 +120,23 @@ logging.getLogger("flowforge").addHandler(Stopping())
     exit_code, told = ended(unwritable, tmp_path, db.dsn, "up", code)
     assert exit_code == 0, told
     assert told.count("standard output cannot be written") == 2
+
+
+@pytest.mark.parametrize("command", [("scheduler",), ("worker", "own"), ("up", "own")])
+def test_a_daemon_whose_log_nobody_reads_any_more_stops(
+    db: Database, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """It could tell of nothing, and whatever a handler prints would fail."""
+    (tmp_path / "own.py").write_text(WORKFLOW)
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn}
+    done = subprocess.run(
+        [sys.executable, "-m", "flowforge", *command],
+        cwd=tmp_path, env=environment, stdout=writer, stderr=writer, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    assert done.returncode == EXIT_PIPE
 
 
 def test_a_program_that_ran_a_worker_may_go_on() -> None:

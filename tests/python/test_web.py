@@ -264,7 +264,9 @@ def test_a_connection_that_makes_no_request_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
 ) -> None:
     monkeypatch.setattr(web_server, "REQUEST_LIMIT", 0.5)
-    with serving() as (_, port), socket.create_connection(("127.0.0.1", port)) as client:
+    with serving() as (server, port), contextlib.ExitStack() as held:
+        server.config.timeout_keep_alive = 600  # uvicorn's own, after an answer
+        client = held.enter_context(socket.create_connection(("127.0.0.1", port)))
         for part in sent:
             client.sendall(part)
             if part.endswith(b"\r\n\r\n"):
@@ -276,6 +278,7 @@ def test_a_connection_that_makes_no_request_is_closed(
 def test_an_answer_that_nobody_reads_is_not_kept(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     """Neither one that the page has made, nor one that is still made."""
     monkeypatch.setattr(web_server, "ANSWER_LIMIT", 0.5)
+    monkeypatch.setattr(web_server, "REQUEST_LIMIT", 600.0)
 
     async def large(_scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
