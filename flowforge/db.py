@@ -110,6 +110,10 @@ def connect(
             row_factory=tuple_row,
             prepare_threshold=5 if prepared_statements else None,
         )
+    except UnicodeError as exc:  # of IDNA: an empty label, or one that is too long
+        raise ConfigError(
+            f"the database's connection string cannot be used: host {settings.get('host')!r}: {exc}"
+        ) from None
     except psycopg.Error as exc:
         shown = _masked(str(exc), given)
         if exc.sqlstate is None and (unusable := _UNUSABLE.search(shown)):
@@ -413,7 +417,18 @@ class _Watchdog:
 
     def remove(self, key: int) -> None:
         with self._changed:
-            os.close(self._open.pop(key)[1])
+            entry = self._open.pop(key, None)
+            if entry is not None:  # as in the child of a fork, which has forgotten it
+                os.close(entry[1])
+
+    def forget(self) -> None:
+        """Begin anew in the child of a fork: without the thread, whatever another one held at that moment."""
+        self._changed = threading.Condition()
+        for _, copy, _ in list(self._open.values()):
+            with suppress(OSError):
+                os.close(copy)
+        self._open.clear()
+        self._wakes_at, self._started = float("inf"), False
 
     def _wake_for(self, key: int) -> None:
         # Only if it would sleep for too long: most guards end long before it has to look.
@@ -438,6 +453,7 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
+os.register_at_fork(after_in_child=_watchdog.forget)
 
 
 @contextmanager

@@ -98,10 +98,10 @@ def serving(config: Config, collect: Callable[[], Iterable[Metric]]) -> Generato
         server = _Server(
             config.metrics_host, config.metrics_port, prometheus_client.MetricsHandler.factory(registry)
         )
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"{called('metrics_port')}: cannot listen on {config.metrics_host} port {config.metrics_port}: "
-            f"{error.strerror or error}"
+            f"{getattr(error, 'strerror', None) or error}"
         ) from None
     with server:
         threads.start(

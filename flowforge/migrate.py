@@ -46,6 +46,9 @@ _LOCK = 0x466C6F77466F7267
 # What it has to say is in the report.
 logging.getLogger("yoyo").setLevel(logging.WARNING)
 
+ANSWER_LIMIT = 60.0
+"""Seconds that the server may take for its first answer. No step of a migration has a limit."""
+
 LOCK_TIMEOUT = 0.2
 """Seconds that a step waits for a lock that somebody holds. As long, all who come after wait behind it."""
 
@@ -102,7 +105,8 @@ def migrate(dsn: str, create_roles: bool = True, *, directory: Path | None = Non
     directory = directory or _own_directory()
     try:
         with db.connect(dsn, application_name="flowforge migrate") as conn:
-            _check_server(conn)
+            with db.answered_within(conn, ANSWER_LIMIT):
+                _check_server(conn)
             # So that the locks of a killed runner go at once, and those of one that stands still soon.
             conn.execute("set client_connection_check_interval = '1s'")
             conn.execute("set idle_in_transaction_session_timeout = '1min'")

@@ -67,6 +67,25 @@ class Stop:
         return self._flag.wait(seconds)
 
 
+class _Requests:
+    """Which signals are requests of their own. The end of a terminal is told several times, and often with a
+    SIGTERM besides: all of that is one."""
+
+    def __init__(self) -> None:
+        self._hung_up: list[None] = []  # no number, as in Stop
+
+    def counts(self, number: int, requested: bool) -> bool:
+        """Whether signal `number` is one more, when there was one already or not."""
+        if number == signal.SIGHUP:
+            if not requested:
+                self._hung_up.append(None)
+            return not requested
+        if number == signal.SIGTERM and self._hung_up:
+            self._hung_up.clear()
+            return False
+        return True
+
+
 class Remembered:
     """A signal handler that counts requests until someone takes them over. A second one that nobody has taken
     over, or that comes when all is done, ends the program at once."""
@@ -74,10 +93,11 @@ class Remembered:
     def __init__(self) -> None:
         self._requests: list[None] = []  # not a number: the other signal may come while one is counted
         self._taken = False
+        self.which = _Requests()
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self._requests:
-            return  # the terminal's end is told several times
+        if not self.which.counts(number, bool(self._requests)):
+            return
         self._requests.append(None)
         if len(self._requests) > 1:
             if self._taken:
@@ -96,16 +116,40 @@ def signals(stop: Stop) -> Iterator[Stop]:
     """Within the block SIGTERM, SIGINT, and SIGHUP unless it is ignored, ask `stop`; so do those that came
     before and were remembered. Main thread only."""
 
+    which = _Requests()
+
     def ask(number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not stop.requested:  # as in Remembered
+        if which.counts(number, stop.requested):
             stop.request()
 
     before = {number: signal.signal(number, ask) for number in heard()}
     for handler in before.values():
         if isinstance(handler, Remembered):
+            which = handler.which
             handler.take(stop.request)
     try:
         yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def interrupting() -> Iterator[None]:
+    """Within the block SIGTERM, and SIGHUP unless it is ignored, interrupt as Ctrl-C does, so that what is
+    under way is cleaned up. Main thread only."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        # As in _Requests: further ones must not interrupt what cleans up.
+        if number == signal.SIGHUP:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if number != signal.SIGINT:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in heard()}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -72,7 +72,7 @@ def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) ->
     after a second signal, which waits for no request, it is EXIT_INTERRUPTED, and EXIT_FAILED when the server
     ends by itself.
 
-    Raises ConfigError when the extra is not installed, or the port cannot be listened on; SchemaError,
+    Raises ConfigError when the extra is not installed, or the port cannot be listened on there; SchemaError,
     MissingPrivilege or DatabaseError when no page could be made with this login."""
     try:
         from flowforge.web_server import Server
@@ -84,8 +84,9 @@ def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) ->
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError, TypeError) as error:  # the last two of what is no name of a host
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {host!r} port {port}: {why}") from None
     stop = Stop()
     stop.on_request(lambda: setattr(server, "should_exit", True))
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import pika
 import pika.exceptions
 from pika.adapters.select_connection import IOLoop
+from pika.adapters.utils.connection_workflow import AMQPConnectorException
 
 from flowforge import log
 from flowforge.broker.parameters import Addresses
@@ -303,6 +304,10 @@ class Client(threading.Thread, abc.ABC):
     def _channel_closed(self, channel: Any, reason: BaseException) -> None:
         if (resume := self._waiting.pop(channel, None)) is not None:
             resume(error=reason)
+
+
+NOT_CONNECTED = pika.exceptions.AMQPError, AMQPConnectorException, OSError, ValueError
+"""What a BlockingConnection raises instead of being made; ValueError for what is no name of a host."""
 
 
 def cause(exc: BaseException) -> str:

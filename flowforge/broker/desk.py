@@ -9,7 +9,7 @@ from typing import Any
 import pika
 import pika.exceptions
 
-from flowforge.broker.connection import Names, cause
+from flowforge.broker.connection import NOT_CONNECTED, Names, cause
 from flowforge.broker.parameters import Addresses
 from flowforge.config import Config
 from flowforge.errors import BrokerUnavailable
@@ -69,7 +69,7 @@ class Desk:
         _, parameters = self._addresses.next()
         try:
             connection = pika.BlockingConnection(parameters)
-        except (pika.exceptions.AMQPError, OSError) as exc:
+        except NOT_CONNECTED as exc:
             raise BrokerUnavailable(f"the broker cannot be reached: {cause(exc)}") from exc
         try:
             yield connection.channel()

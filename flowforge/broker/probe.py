@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pika
 import pika.exceptions
 
-from flowforge.broker.connection import Names, cause
+from flowforge.broker.connection import NOT_CONNECTED, Names, cause
 from flowforge.broker.declare import queue_arguments, refusal
 from flowforge.broker.parameters import Addresses
 from flowforge.config import Config, without_password
@@ -78,7 +78,7 @@ class Probe:
             parameters.blocked_connection_timeout = _BLOCKED
             try:
                 connection = pika.BlockingConnection(parameters)
-            except (pika.exceptions.AMQPError, OSError) as exc:
+            except NOT_CONNECTED as exc:
                 self.unreachable.append(_explained(exc, url, parameters))
                 continue
             if self._connection is None:

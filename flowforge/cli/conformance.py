@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +18,7 @@ from flowforge.cli.common import (
     print_json,
     seconds,
 )
-from flowforge.errors import FlowForgeError
+from flowforge.errors import FlowForgeError, from_database
 from flowforge.exits import EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def conformance(
       flowforge conformance --database-url service=scratch -- node worker.mjs ./handlers.mjs
       flowforge conformance --clause renews --clause lost -- ./worker.sh handlers
     """
-    from flowforge import log
+    from flowforge import log, stopping
     from flowforge.conformance import CLAUSES, examine
     from flowforge.conformance.target import in_use
 
@@ -80,27 +82,41 @@ def conformance(
         raise click.BadParameter(f"there is no clause {unknown[0]}; there are: {', '.join(sorted(known))}")
     clauses = [each for each in CLAUSES if config.uses_broker or not each.needs_broker]
     clauses = [each for each in clauses if not names or each.name in names]
-    if not force and (shown := in_use(config)):
+    with _answering():
+        shown = "" if force else in_use(config)
+    if shown:
         raise click.UsageError(
             f"{shown}: the database is in use, and what conformance makes in it stays; give it one of its "
             "own, or --force"
         )
     violated = 0
-    try:
+    # The worker is ended, and its runs are cancelled, however this ends.
+    with stopping.interrupting(), _answering():
         for verdict in examine(config, worker_url, arguments, clauses, patience):
             violated += not verdict.holds
             if as_json:
                 print_json(dataclasses.asdict(verdict))
             else:
                 _print(verdict)
-    except OSError as error:
-        raise FlowForgeError(f"conformance cannot go on, whatever the worker is like: {error}") from error
     if not as_json:
         delivery = "RabbitMQ" if config.uses_broker else "PostgreSQL alone"
         total = f"{counted(len(clauses), 'clause')} of the protocol, delivered by {delivery}"
         click.echo(f"{total}: {f'{violated} violated' if violated else 'all hold'}")
     if violated:
         ctx.exit(EXIT_FAILED)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """Tells of what is no fault of the worker's."""
+    import psycopg
+
+    try:
+        yield
+    except OSError as error:
+        raise FlowForgeError(f"conformance cannot go on, whatever the worker is like: {error}") from error
+    except psycopg.Error as error:
+        raise from_database(error) from error
 
 
 def _print(verdict: Verdict) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import platform
-import signal
 import sys
 import sysconfig
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import click
 
@@ -72,12 +69,9 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
 
     root = source or Path(sysconfig.get_path("stdlib"))
     title = str(source) if source else f"Python {platform.python_version()}: the standard library"
-    before = {number: signal.signal(number, _interrupt) for number in stopping.heard()}
-    try:
+    # However it ends, the server is stopped and its directory removed.
+    with stopping.interrupting():
         outcome = run(root, title, data_dir, show)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     page.write_text(outcome.html, encoding="utf-8")
     if as_json:
         print_json(
@@ -99,13 +93,6 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
         click.secho("The figures differ from those of a straight count in one process.", fg="red", err=True)
         sys.stderr.flush()
         ctx.exit(EXIT_FAILED)
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    """Told to end, it ends as by Ctrl-C: the server is stopped and its directory removed."""
-    if number == signal.SIGHUP:
-        signal.signal(number, signal.SIG_IGN)  # the terminal's end is told several times
-    raise KeyboardInterrupt
 
 
 def _writable(output: Path) -> Path:

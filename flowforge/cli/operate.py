@@ -170,8 +170,9 @@ def redispatch(queue: str, database_url: str | None, as_json: bool) -> None:
 def _with_unit(text: str) -> float:
     """A length of time. What is deleted for good shall not hang on what a bare number is taken for."""
     length = seconds(text)
-    if text.strip()[-1:].isdigit():
-        raise click.BadParameter(f"{text!r} has no unit; write {text}s, {text}m, {text}h or {text}d")
+    if not text.strip()[-1:].isalpha():
+        number = text.strip().rstrip(".")
+        raise click.BadParameter(f"{text!r} has no unit; write {number}s, {number}m, {number}h or {number}d")
     return length
 
 

@@ -323,7 +323,8 @@ def cancel(
     """
     from flowforge.client import Client
 
-    with acting("flowforge_client"), Client(find_database(database_url).database_url) as client:
+    url = find_database(database_url).database_url
+    with acting("flowforge_client"), Client(url, call_timeout=ANSWER_LIMIT) as client:
         changed = client.cancel(run_id, reason=reason)
         if as_json:
             print_json({"run_id": run_id, "changed": changed})
@@ -371,7 +372,8 @@ def retry(
     """
     from flowforge.client import Client
 
-    with acting("flowforge_operator"), Client(find_database(database_url).database_url) as client:
+    url = find_database(database_url).database_url
+    with acting("flowforge_operator"), Client(url, call_timeout=ANSWER_LIMIT) as client:
         reset = client.retry(run_id, from_task=from_task, request_id=request_id)
     if as_json:
         print_json({"run_id": run_id, "reset": reset})

@@ -9,9 +9,23 @@ from flowforge.cli.common import Integer, acting, database_option, find_database
 from flowforge.cli.telling import tell
 
 
+def _host(text: str) -> str:
+    """To the system an empty one is all addresses: not what an unset variable shall mean."""
+    if not text.strip():
+        raise click.BadParameter("it is empty")
+    return text
+
+
 @click.command()
 @database_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--host",
+    type=_host,
+    default="127.0.0.1",
+    show_default=True,
+    metavar="HOST",
+    help="Address to listen on; 0.0.0.0 for all of IPv4, :: for all.",
+)
 @click.option(
     "--port", type=Integer(0, 65535), default=8080, show_default=True, help="Port; 0: any that is free."
 )

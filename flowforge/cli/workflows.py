@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from flowforge.cli.common import (
+    ANSWER_LIMIT,
     acting,
     command,
     database,
@@ -57,7 +58,8 @@ def define(sources: tuple[str, ...], database_url: str | None, as_json: bool) ->
         found = load_workflows(source for source in sources if source not in files)
         definitions: list[tuple[str, Any]] = [(f"workflow {each.name!r}", each) for each in found]
         definitions += [_read(each) for each in files]
-    with acting("flowforge_client"), Client(find_database(database_url).database_url) as client:
+    url = find_database(database_url).database_url
+    with acting("flowforge_client"), Client(url, call_timeout=ANSWER_LIMIT) as client:
         try:
             registered = client.define_all([definition for _, definition in definitions])
         except DatabaseError as error:

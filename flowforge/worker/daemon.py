@@ -343,7 +343,7 @@ class Worker:
                 break
             time.sleep(0.01)
         if told := self._executor.stop_all(StopReason.SHUTDOWN):
-            why = "at once" if self._stop_now() else "the grace time is over"
+            why = "at once" if self._broken is not None or self._stop_now() else "the grace time is over"
             _log.warning(f"stopping handlers, {why}; giving their task runs back", count=told)
             self._executor.wait_idle(0.5)
         self._executor.abandon_all()

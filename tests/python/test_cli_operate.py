@@ -109,8 +109,9 @@ def test_prune_deletes_what_ended_long_ago(shell: Shell, db: Database) -> None:
     assert shell("prune", "--older-than", "0s").stdout == "0 runs deleted.\n"
     assert [run["run_id"] for run in shell.documents("runs")] == [3]
     assert "not a length of time" in shell("prune", "--older-than", "soon", code=exits.EXIT_USAGE).stderr
-    bare = shell("prune", "--older-than", "30", code=exits.EXIT_USAGE).stderr
-    assert "'30' has no unit; write 30s, 30m, 30h or 30d" in bare
+    for bare in ("30", "30.", "30 "):
+        told = shell("prune", "--older-than", bare, code=exits.EXIT_USAGE).stderr
+        assert "has no unit; write 30s, 30m, 30h or 30d" in told
     assert "--older-than" in shell("prune", code=exits.EXIT_USAGE).stderr
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import pytest
-from psycopg import connect
+from psycopg import OperationalError, connect
 from psycopg.conninfo import conninfo_to_dict
 
 from flowforge import exits
 from flowforge.config import Config
-from flowforge.conformance import CLAUSES, Verdict, examine
+from flowforge.conformance import CLAUSES, Verdict, examine, target
 from flowforge.conformance.engine import Engine
 from flowforge.conformance.proxy import Proxy
 from flowforge.errors import DatabaseUnavailable
@@ -342,6 +342,31 @@ def test_what_the_system_refuses_is_not_laid_at_the_worker_s_door(
     monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
     told = Shell(db.dsn)("conformance", "--clause", "finishes", "x", code=exits.EXIT_FAILED).stderr
     assert "conformance cannot go on, whatever the worker is like: [Errno 28] No space left" in told
+
+
+def test_a_database_that_is_lost_is_not_laid_at_the_worker_s_door_either(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object) -> NoReturn:
+        raise OperationalError("server closed the connection unexpectedly")
+
+    monkeypatch.setattr(target, "in_use", lose)
+    told = Shell(db.dsn)("conformance", "--clause", "finishes", "x", code=exits.EXIT_DATABASE).stderr
+    assert "server closed the connection" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_worker_behind(db: Database, tmp_path: Path, number: int) -> None:
+    """It is in a session of its own."""
+    pid = tmp_path / "pid"
+    worker = ["sh", "-c", f"echo $$ >{pid}.new && mv {pid}.new {pid} && exec sleep 600"]
+    command = [*PYTHON[:3], "conformance", "--database-url", db.dsn, "--clause", "finishes", "--", *worker]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_until(pid.exists, "the worker")
+        process.send_signal(number)
+        assert process.wait(60) == exits.EXIT_INTERRUPTED
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_a_database_in_use_is_refused(db: Database) -> None:

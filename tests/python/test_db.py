@@ -1,6 +1,8 @@
 """Connections: what they are set to, which errors pass, and that no call and no wait hangs for ever."""
 
 import datetime
+import os
+import signal
 import socket
 import threading
 import time
@@ -173,6 +175,11 @@ def test_a_call_that_is_not_answered_says_so(conn: database.Connection) -> None:
     with told, database.answered_within(conn, 0.1):
         conn.execute("select pg_sleep(600)")
     assert database.connection_lost(conn)
+
+
+def test_what_is_no_name_of_a_host_is_told_as_a_fault_of_the_connection_string() -> None:
+    with pytest.raises(ConfigError, match=r"host 'a\.\.b': .*label"):
+        database.connect("host=a..b", application_name="test")
 
 
 def test_no_host_is_waited_for_beyond_what_is_left() -> None:
@@ -490,6 +497,35 @@ def test_a_guard_waits_as_long_again_for_who_has_not_read_an_answer_yet() -> Non
         assert theirs.recv(1) == b""
         assert time.monotonic() - begun >= 0.4
         watchdog.remove(key)
+
+
+def test_guards_work_in_the_child_of_a_fork() -> None:
+    """Whatever another thread did at that moment. What is guarded in the parent is nothing to it."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with database._watchdog._changed:
+            held.set()
+            done.wait(TIMEOUT)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(TIMEOUT)
+        outer = database._watchdog.add(ours.fileno(), 3600)
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(TIMEOUT)
+        if (child := os.fork()) == 0:
+            signal.alarm(int(TIMEOUT))
+            key = database._watchdog.add(ours.fileno(), 0.0)
+            heard = theirs.recv(1)
+            database._watchdog.remove(key)
+            database._watchdog.remove(outer)
+            os._exit(0 if heard == b"" and database._watchdog._open == {} else 1)
+        done.set()
+        holder.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        database._watchdog.remove(outer)
 
 
 def test_a_guard_that_has_ended_leaves_nothing_behind(db: Database) -> None:

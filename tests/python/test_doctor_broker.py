@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import socket
 
 import pika
 import pytest
@@ -92,6 +93,22 @@ def test_a_message_in_the_dead_letter_queue(patient: Patient, rabbit: Broker) ->
     assert f"rabbitmqctl purge_queue {name}" in patient.warning("broker dead letters")["remedy"]
     rabbit.purge(name)
     patient.well("broker dead letters")
+
+
+def test_a_broker_that_takes_connections_and_says_nothing(patient: Patient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        patient.set(FLOWFORGE_AMQP_URL=f"amqp://guest:guest@127.0.0.1:{port}/")
+        found = patient.problem("broker")
+    assert "Timeout during AMQP handshake" in found["detail"]
+    assert found["remedy"].startswith("start RabbitMQ there")
+
+
+def test_what_is_no_name_of_a_broker_s_host(patient: Patient) -> None:
+    patient.set(FLOWFORGE_AMQP_URL="amqp://guest:guest@a..b/")
+    found = patient.problem("broker")
+    assert "label" in found["detail"]
+    assert "correct FLOWFORGE_AMQP_URL" in found["remedy"]
 
 
 def test_a_wrong_broker_password_host_and_virtual_host(patient: Patient, rabbit_server: RabbitServer) -> None:

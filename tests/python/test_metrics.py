@@ -205,6 +205,9 @@ def test_a_port_that_is_taken_ends_the_daemon_with_a_word(db: Database, rabbit_s
         )  # fmt: skip
         assert done.returncode == EXIT_CONFIG
         assert f"cannot listen on 127.0.0.1 port {taken}: Address already in use" in done.stderr
+    told = pytest.raises(ConfigError, match=r"cannot listen on a\.\.b port \d+: .*label")
+    with told, serving(free_port(), "a..b"):
+        pass
 
 
 def serving(port: int, host: str = "127.0.0.1") -> AbstractContextManager[None]:

@@ -1,23 +1,28 @@
 """A program that is asked to stop while it starts or ends does so in order."""
 
 import contextlib
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from flowforge import log
+from flowforge.cli import messages
 from flowforge.config import Config
 from flowforge.exits import EXIT_CONFIG, EXIT_PIPE
-from flowforge.stopping import SIGNALS, Remembered, Stop, held_back, signals
+from flowforge.stopping import SIGNALS, Remembered, Stop, held_back, interrupting, signals
 from flowforge.worker import daemon
 from tests.python.daemons import CHECKOUT, TIMEOUT
 from tests.services.database import Database
+from tests.services.process import wait_until
 
 MODULE = """
 import atexit, os, signal
@@ -139,6 +144,47 @@ def test_a_daemon_whose_log_nobody_reads_any_more_stops(
     assert done.returncode == EXIT_PIPE
 
 
+def test_a_log_that_is_read_too_slowly_holds_up_no_daemon(db: Database) -> None:
+    """Nor its end."""
+    reader, writer = os.pipe()
+    with io.FileIO(reader) as read, io.FileIO(writer, "w") as full:
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+        with subprocess.Popen(
+            [sys.executable, "-m", "flowforge", "scheduler"],
+            env={**os.environ, "FLOWFORGE_DATABASE_URL": db.dsn}, stderr=full,
+        ) as process:  # fmt: skip
+            with db.connect() as connection:
+                ticked = "select reaper_ticked_at is not null from flowforge.scheduler"
+                wait_until(lambda: connection.execute(ticked).fetchone() == (True,), "its first tick")
+            process.terminate()
+            assert process.wait(TIMEOUT) == 0
+        full.close()
+        assert read.readall().strip(b"\0") == b""
+
+
+def test_what_was_lost_of_a_log_is_told_once_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "PATIENCE", 0.01)
+    reader, writer = os.pipe()
+    raw: Any = messages.Messages(writer, "w")
+    raw.daemon = True
+    with io.FileIO(reader) as read, io.TextIOWrapper(raw, write_through=True) as stream:
+        log.configure(stream=stream)
+        try:
+            while not raw.lost:
+                log.of("test").info("x" * 3000)
+            log.of("test").info("also lost")
+            read.read(1 << 20)
+            log.of("test").info("there is room")
+            told = read.read(1 << 20).decode()
+        finally:
+            log.reset()
+    assert re.search(r"test: there is room\n.*log: read too slowly; lines were lost count=2\n$", told)
+
+
 def test_a_program_that_ran_a_worker_may_go_on() -> None:
     """Only the command line, which has nothing else to do, ends its process in a while."""
     before = threading.enumerate()
@@ -189,23 +235,51 @@ def test_requests_that_are_held_back_count_afterwards() -> None:
 
 
 def test_the_end_of_a_terminal_asks_to_stop() -> None:
-    """Once, though both the shell and the system tell of it; and not where it is ignored, as under nohup."""
+    """Once, though both the shell and the system tell of it, with a SIGTERM before or after it or not; and
+    not where it is ignored, as under nohup."""
     before = signal.signal(signal.SIGHUP, remembered := Remembered())
     try:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
         with signals(Stop()) as stop:
             signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
             assert (stop.requested, stop.immediate) == (True, False)
             signal.raise_signal(signal.SIGTERM)
             assert stop.immediate
         assert signal.getsignal(signal.SIGHUP) is remembered
+        with signals(Stop()) as stop:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGHUP)
+            assert (stop.requested, stop.immediate) == (True, False)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with signals(Stop()) as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
+def test_the_end_of_a_terminal_does_not_interrupt_what_cleans_up(first: int) -> None:
+    cleaned: list[int] = []
+
+    def work() -> None:
+        with interrupting():
+            try:
+                signal.raise_signal(first)
+            finally:
+                signal.raise_signal(signal.SIGHUP)
+                if first == signal.SIGHUP:
+                    signal.raise_signal(signal.SIGTERM)
+                cleaned.append(first)
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert cleaned == [first]
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_what_is_ignored_or_deadly_is_not_held_back() -> None:

@@ -18,8 +18,9 @@ from psycopg.types.json import Jsonb
 from flowforge import web, web_server
 from flowforge.config import Config
 from flowforge.errors import DatabaseError, MissingPrivilege, SchemaError
-from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from flowforge.exits import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 from tests.python.cluster import PROGRAM
+from tests.python.shell import Shell
 from tests.services.database import Database
 from tests.services.process import wait_until
 
@@ -367,6 +368,14 @@ def test_a_want_of_descriptors_is_told_once(caplog: pytest.LogCaptureFixture) ->
         "another fault",
     ]
     assert server.config.backlog == web_server.MOST_CONNECTIONS, "as often it would be told at once"
+
+
+@pytest.mark.parametrize("host", ["", "a..b", b"a\xff".decode(errors="surrogateescape")])
+def test_an_address_that_is_none_is_refused(db: Database, host: str) -> None:
+    """Above all an empty one, such as of a variable that is not set, which to the system is all addresses."""
+    shell = Shell(db.create_login("flowforge_reader"))
+    told = shell("web", "--host", host, "--port", 0, code=EXIT_CONFIG if host else EXIT_USAGE).stderr
+    assert ("cannot listen on 'a" if host else "it is empty") in told
 
 
 def test_a_second_signal_waits_for_nothing(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
