@@ -158,6 +158,10 @@ def find_database(url: str | None) -> Config:
                 f"{hints}"
             )
         config = config.replace(database_url=found)
+        # Perhaps another one was meant. What else is misnamed, daemons and `config` tell.
+        for line in misnamed_settings():
+            if "FLOWFORGE_DATABASE_URL?" in line:
+                say(f"{line} This is the database of `flowforge up`.", err=True)
     return config
 
 

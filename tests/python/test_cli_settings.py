@@ -67,6 +67,16 @@ def test_config_tells_of_the_database_of_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found["value"], found["from"]) == ("postgresql://flowforge@/flowforge", "flowforge up")
 
 
+def test_the_database_of_up_is_not_taken_in_silence_for_one_whose_variable_is_misspelled(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowforge.embedded.running_dsn", lambda *_: db.dsn)
+    monkeypatch.setenv("FLOWFORGE_DATABSE_URL", "host=elsewhere")
+    told = Shell("")("runs", code=exits.EXIT_FAILED).stderr
+    assert "there is no setting FLOWFORGE_DATABSE_URL, did you mean FLOWFORGE_DATABASE_URL?" in told
+    assert "This is the database of `flowforge up`" in told
+
+
 def test_a_database_of_the_file_is_used_and_blamed(db: Database, settings_file: Path) -> None:
     shell = Shell("")
     settings_file.write_text(f"database_url = {json.dumps(db.dsn)}")
