@@ -209,7 +209,7 @@ def main() -> None:
 
     programs, library_path = postgres.binaries(options.pg)
     with (
-        postgres.PostgresServer(programs, library_path, settings={"fsync": "on"}) as server,
+        postgres.PostgresServer(programs, library_path, durable=True) as server,
         RabbitServer() as rabbit,
     ):
         dsn = server.dsn("postgres")

@@ -308,7 +308,7 @@ def database(where: str) -> Iterator[tuple[str, str]]:
             version = str(connection.info.server_version // 10_000)
         yield version, where
         return
-    with postgres.PostgresServer(*postgres.binaries(where), settings={"fsync": "on"}) as server:
+    with postgres.PostgresServer(*postgres.binaries(where), durable=True) as server:
         server.create_database("bench")
         migrate(server.dsn("bench"))
         yield where, server.dsn("bench")

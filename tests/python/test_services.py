@@ -17,7 +17,7 @@ from psycopg import sql
 from tests.services import debian, postgres
 from tests.services.database import Clock, Database
 from tests.services.postgres import PostgresServer
-from tests.services.process import Scratch, descendants, has_ended, wait_for_end, wait_until
+from tests.services.process import MEMORY, Scratch, descendants, has_ended, wait_for_end, wait_until
 from tests.services.rabbitmq import Broker, RabbitServer
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,14 @@ def own_pg_server(request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
     """A server that no other test uses."""
     with PostgresServer(*postgres.binaries(request.config.getoption("--pg"))) as server:
         yield server
+
+
+def test_what_a_durable_server_commits_reaches_a_disk(request: pytest.FixtureRequest) -> None:
+    """Figures of benchmarks would be of another world."""
+    with PostgresServer(*postgres.binaries(request.config.getoption("--pg")), durable=True) as server:
+        assert MEMORY not in server.directory.parents
+        with psycopg.connect(server.dsn()) as connection:
+            assert connection.execute("show fsync").fetchone() == ("on",)
 
 
 def publish(broker: Broker, queue: str, count: int) -> None:

@@ -75,8 +75,8 @@ class PostgresServer:
 
     Programs on this machine reach it through a Unix socket in a directory that only its user (and root) can
     enter, without a password; over TCP on 127.0.0.1 a password is asked for. Every setting has its default
-    value, but for fsync (the data need not survive a power failure) and what says where to listen. Data
-    survive `kill`.
+    value, but for fsync (unless `durable`, the data need not survive a power failure, nor be on a disk) and
+    what says where to listen. Data survive `kill`.
 
     `environment` is what its programs, such as pg_dump among `programs`, are to be run with.
     `host`, `port`, `user`, `password`, `options`, `dbname`, `maintenance_dbname` and `template_dbname` are
@@ -92,13 +92,18 @@ class PostgresServer:
     """More arguments for initdb."""
 
     def __init__(
-        self, programs: Path, library_path: str = "", settings: dict[str, str] | None = None
+        self,
+        programs: Path,
+        library_path: str = "",
+        settings: dict[str, str] | None = None,
+        *,
+        durable: bool = False,
     ) -> None:
         self.programs = programs
         self.port = free_port()
         self.password = secrets.token_hex(8)
         self.process: subprocess.Popen[bytes] | None = None
-        self._scratch = Scratch("pg", place_for_many_files())
+        self._scratch = Scratch("pg", None if durable else place_for_many_files())
         self.directory = self._scratch.path
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("PG")}
         self.environment |= {"LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
@@ -112,7 +117,7 @@ class PostgresServer:
                 "listen_addresses": "127.0.0.1",
                 "port": str(self.port),
                 "unix_socket_directories": self.host,
-                "fsync": "off",
+                "fsync": "on" if durable else "off",
                 "max_connections": "100",
                 "log_line_prefix": "%m [%p] %u@%d/%a ",
             }
