@@ -116,7 +116,7 @@ class Config:
     poll_interval: float = _seconds(
         1.0, 0.01, 3600, "longest wait between two looks for work, notified or not"
     )
-    reap_interval: float = _seconds(1.0, 0.05, 5, "scheduler: time between two looks for expired leases")
+    reap_interval: float = _seconds(0.5, 0.05, 5, "scheduler: time between two looks for expired leases")
     recover_interval: float = _seconds(
         1.0, 0.05, 3600, "scheduler: time between two looks for lost, undeliverable and cancelled dispatches"
     )

@@ -116,6 +116,8 @@ def page(found: dict[str, Any]) -> str:
         "| what | bound | times | median | worst | others | median | worst |",
         "|---|---|---|---|---|---|---|---|",
         *(_recovery(name, each) for name, each in found["recoveries"].items()),
+        "", "Alone, and beyond the bound:", "",
+        *(_beyond(found["recoveries"]) or ["None."]),
         "", "## Faults", "",
         *_table("kind", "done", found["faults"]["by_kind"].items()),
         "",
@@ -127,6 +129,10 @@ def page(found: dict[str, Any]) -> str:
         ),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _beyond(recoveries: dict[str, Any]) -> list[str]:
+    return [f"- {name}: {each}" for name, times in recoveries.items() for each in times["beyond"]]
 
 
 def _recovery(name: str, figures: dict[str, Any]) -> str:

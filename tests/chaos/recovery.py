@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.chaos.cluster import LEASE, ROLES
 from tests.chaos.evidence import End, Evidence
@@ -30,12 +31,15 @@ BOUNDS = {
 class Times:
     """Seconds, of those alone and of those in whose time another fault fell that can hold it up."""
 
+    bound: float
     alone: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
+    beyond: list[str] = field(default_factory=list)
+    """Which of those alone took longer than the bound."""
 
-    def figures(self) -> dict[str, float | int]:
-        """Median and worst of each."""
-        found: dict[str, float | int] = {}
+    def figures(self) -> dict[str, Any]:
+        """Median and worst of each, and what was beyond the bound."""
+        found: dict[str, Any] = {"beyond": self.beyond}
         for name, values in (("", self.alone), ("_with_others", self.others)):
             found[f"count{name}"] = len(values)
             if values:
@@ -52,13 +56,16 @@ _HARMLESS = ("NOTIFY off", "clock shifted")
 
 def recoveries(evidence: Evidence) -> dict[str, Times]:
     """Of each kind in BOUNDS."""
-    found: dict[str, Times] = {name: Times() for name in BOUNDS}
+    found: dict[str, Times] = {name: Times(bound) for name, bound in BOUNDS.items()}
 
     def add(name: str, fault: Fault, until: float, since: float) -> None:
-        times = found[name]
-        (times.others if _disturbed(evidence.faults, fault, since, until) else times.alone).append(
-            until - since
-        )
+        times, took = found[name], until - since
+        if _disturbed(evidence.faults, fault, since, until):
+            times.others.append(took)
+            return
+        times.alone.append(took)
+        if took > times.bound:
+            times.beyond.append(f"{took:.3f} s after {fault.kind} ({fault.target}) at {fault.at}")
 
     handed = defaultdict[int, list[float]](list)
     for each in evidence.handed:
@@ -84,8 +91,11 @@ def recoveries(evidence: Evidence) -> dict[str, Times]:
                 if (end.task_run, end.token) in tokens and end.outcome == "crashed" and end.at >= began:
                     add("handler's process killed: task run given back", fault, end.at, began)
         elif fault.kind in ("killed", "killed at a step") and role in ("scheduler", "publisher"):
-            moments = evidence.dispatched if role == "scheduler" else evidence.marked
-            if (pause := _longest_pause(moments, began)) is not None:
+            if role == "scheduler":
+                pause = _longest_pause(evidence.dispatched, began)
+            else:
+                pause = _longest_pause(evidence.marked, began, evidence.dispatched)
+            if pause is not None:
                 what = "dispatch" if role == "scheduler" else "publishing"
                 add(f"{role} killed: longest pause in {what}", fault, began + pause, began)
         elif fault.returned is not None:
@@ -124,14 +134,20 @@ def _first(moments: list[float], after: float) -> float | None:
     return moments[index] if index < len(moments) else None
 
 
-def _longest_pause(moments: list[float], began: float) -> float | None:
-    """Between two that followed each other, of those around and after the fault."""
+def _longest_pause(moments: list[float], began: float, wanted: list[float] | None = None) -> float | None:
+    """Between two that followed each other, of those around and after the fault; if it is told when there was
+    something to do anew, from then."""
     first = bisect.bisect_left(moments, began)
     last = bisect.bisect_right(moments, began + PAUSE_WITHIN)
     if first == 0 or last >= len(moments):
         return None
     around = [began, *moments[first:last], moments[last]]
-    return max(later - earlier for earlier, later in itertools.pairwise(around))
+
+    def wait(earlier: float, later: float) -> float:
+        begun = earlier if wanted is None else _first(wanted, earlier)
+        return later - min(later, later if begun is None else begun)
+
+    return max(wait(earlier, later) for earlier, later in itertools.pairwise(around))
 
 
 def _disturbed(faults: Iterable[Fault], own: Fault, since: float, until: float) -> bool:

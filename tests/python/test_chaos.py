@@ -76,6 +76,18 @@ def test_all_claims_hold_where_all_went_well(evidence: Evidence) -> None:
     assert recoveries(evidence)["worker killed: task run taken over"].others == [20.0]
 
 
+def test_a_pause_in_publishing_is_one_while_there_is_something_to_publish(evidence: Evidence) -> None:
+    evidence.faults = [fault("killed", "publisher-1", 10.0)]
+    evidence.marked = [9.0, 10.5, 13.0, 13.2, 20.0]
+    evidence.dispatched = [8.5, 12.4, 13.1, 19.9]
+    pauses = recoveries(evidence)["publisher killed: longest pause in publishing"]
+    assert [round(each, 3) for each in pauses.alone] == [0.6]
+    assert pauses.beyond == []
+    evidence.dispatched = [8.5, 10.6, 13.1, 19.9]
+    (beyond,) = recoveries(evidence)["publisher killed: longest pause in publishing"].beyond
+    assert beyond.startswith("2.400 s after killed (publisher-1) at ")
+
+
 def _accept_twice(evidence: Evidence) -> None:
     evidence.accepted.append(evidence.accepted[0])
 
