@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import enum
 import json
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
 import psycopg
 from psycopg import conninfo
 
-from flowforge import db, tracing
+from flowforge import arguments, db, tracing
 from flowforge.config import Config
-from flowforge.definition import Duration, Workflow, seconds
+from flowforge.definition import Duration, Workflow
 from flowforge.errors import (
     ConfigError,
     DatabaseError,
     DatabaseUnavailable,
     InvalidArgument,
-    InvalidDefinition,
     NotReadable,
-    NotStorable,
     WaitTimeout,
     first_line,
     from_database,
@@ -131,7 +128,7 @@ class Client:
                 "no database: give Client a connection string, or set FLOWFORGE_DATABASE_URL; "
                 'that of a running `flowforge up` is the line "database" of what it prints'
             )
-        self._limit = _seconds(call_timeout, "call_timeout")
+        self._limit = arguments.seconds(call_timeout, "call_timeout")
         self._lock = threading.Lock()
         self._connection: db.Connection | None = None
         self._used_at = 0.0
@@ -165,11 +162,11 @@ class Client:
         Raises InvalidDefinition, LimitExceeded and the like with the `position` of the one that was refused.
         """
         given = [each.spec() if isinstance(each, Workflow) else each for each in workflows]
-        specs = [_json(each, "definition") for each in given]
+        specs = [arguments.json_text(each, "definition") for each in given]
         # Whatever is no definition at all, the database refuses.
         names = [str(dict(each).get("name")) if hasattr(each, "keys") else "" for each in given]
         for spec in specs:
-            _check_text(spec)
+            arguments.check_text(spec)
 
         def register(connection: db.Connection) -> dict[int, Defined]:
             found: dict[int, Defined] = {}
@@ -216,13 +213,13 @@ class Client:
             "select flowforge.trigger(workflow => %s, input => %s::jsonb, idempotency_key => %s, "
             "version => %s::bigint, priority => %s::bigint, delay => %s::interval, labels => %s::jsonb)",
             [
-                _name_of(workflow),
-                _json({} if input is _UNSET else input, "input"),
-                _text(idempotency_key, "idempotency_key"),
-                None if version is None else _whole(version, "version"),
-                _whole(priority, "priority"),
-                _interval(delay),
-                _json(tracing.joined(_labels(labels)), "labels"),
+                arguments.workflow_name(workflow),
+                arguments.json_text({} if input is _UNSET else input, "input"),
+                arguments.text(idempotency_key, "idempotency_key"),
+                None if version is None else arguments.whole(version, "version"),
+                arguments.whole(priority, "priority"),
+                arguments.interval(delay),
+                arguments.json_text(tracing.joined(arguments.labels(labels)), "labels"),
             ],
             repeatable=idempotency_key is not None,
         )
@@ -239,22 +236,24 @@ class Client:
 
         idempotency_keys: one for each input. Raises as `trigger` does; then no run is created.
         """
-        if not _is_sequence(inputs):
-            raise InvalidArgument(f"inputs must be a list of inputs, one for each run, not {_shown(inputs)}")
-        if idempotency_keys is not None and not _is_sequence(idempotency_keys):
+        if not arguments.is_sequence(inputs):
+            raise InvalidArgument(
+                f"inputs must be a list of inputs, one for each run, not {arguments.shown(inputs)}"
+            )
+        if idempotency_keys is not None and not arguments.is_sequence(idempotency_keys):
             raise InvalidArgument(
                 "idempotency_keys must be a list of texts, one for each input, "
-                f"not {_shown(idempotency_keys)}"
+                f"not {arguments.shown(idempotency_keys)}"
             )
         rows = self._call(
             "select flowforge.trigger_many(workflow => %s, inputs => %s::jsonb[], "
             "idempotency_keys => %s::text[])",
             [
-                _name_of(workflow),
-                [_json(value, f"inputs[{position}]") for position, value in enumerate(inputs)],
+                arguments.workflow_name(workflow),
+                [arguments.json_text(value, f"inputs[{position}]") for position, value in enumerate(inputs)],
                 None
                 if idempotency_keys is None
-                else [_text(each, "each of idempotency_keys") for each in idempotency_keys],
+                else [arguments.text(each, "each of idempotency_keys") for each in idempotency_keys],
             ],
             repeatable=idempotency_keys is not None,
         )
@@ -266,7 +265,7 @@ class Client:
 
         Raises WaitTimeout when the run goes on after `timeout`, as far as the database could be asked.
         """
-        limit = None if timeout is None else _seconds(timeout, "timeout")
+        limit = None if timeout is None else arguments.seconds(timeout, "timeout")
         deadline = float("inf") if limit is None else time.monotonic() + limit
         pause, backoff = _FIRST_POLL, db.Backoff(cap=_LONGEST_PAUSE)
         workflow = ""
@@ -304,7 +303,7 @@ class Client:
         if task is not None:
             [(output,)] = self._call(
                 "select flowforge.task_output(run_id => %s::bigint, task => %s)::text",
-                [_run(run_id), _text(task, "task")],
+                [arguments.run_id(run_id), arguments.text(task, "task")],
                 repeatable=True,
             )
             return None if output is None else _read(output, run_id, task)
@@ -315,7 +314,7 @@ class Client:
             "select workflow, version, state, created_at, finished_at, coalesce(outputs, '{}')::text, "
             "coalesce(errors, '{}'), finished_at is not null and outputs is null "
             "from flowforge.run_result(run_id => %s::bigint)",
-            [_run(run_id)],
+            [arguments.run_id(run_id)],
             repeatable=True,
             until=until,
         )
@@ -344,7 +343,7 @@ class Client:
         """
         [(changed,)], repeated = self._asked(
             "select flowforge.cancel_run(run_id => %s::bigint, reason => %s)",
-            [_run(run_id), _text(reason, "reason")],
+            [arguments.run_id(run_id), arguments.text(reason, "reason")],
             repeatable=True,
         )
         if changed or not repeated:
@@ -361,7 +360,11 @@ class Client:
         """
         [(count,)] = self._call(
             "select flowforge.retry_run(run_id => %s::bigint, from_task => %s, request_id => %s)",
-            [_run(run_id), _text(from_task, "from_task"), _text(request_id, "request_id")],
+            [
+                arguments.run_id(run_id),
+                arguments.text(from_task, "from_task"),
+                arguments.text(request_id, "request_id"),
+            ],
             repeatable=request_id is not None,
         )
         return int(count)
@@ -376,7 +379,7 @@ class Client:
     ) -> tuple[list[tuple[Any, ...]], bool]:
         """The rows, and whether they answer a repeat, of which the first try may have taken effect."""
         for value in params:
-            _check_text(value)
+            arguments.check_text(value)
         return self._repeated(
             lambda connection: db.call(connection, query, params), repeatable=repeatable, until=until
         )
@@ -468,34 +471,6 @@ def is_connection_string(dsn: object) -> bool:
     return True
 
 
-# The database checks what an argument may be; refused here is what it would be asked in other words, or not
-# at all, so that the error names the argument.
-
-
-def _name_of(workflow: object) -> str:
-    if isinstance(workflow, Workflow):
-        return workflow.name
-    if not isinstance(workflow, str):
-        raise InvalidArgument(f"workflow must be a Workflow or the name of one, not {_shown(workflow)}")
-    return workflow
-
-
-def _text(value: object, what: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise InvalidArgument(f"{what} must be text, not {_shown(value)}")
-    return value
-
-
-def _whole(value: object, what: str) -> int:
-    if not isinstance(value, bool):
-        with suppress(TypeError):
-            number = operator.index(value)  # type: ignore[arg-type]  # that is the question
-            if -(2**63) <= number < 2**63:
-                return number
-            raise InvalidArgument(f"{what} is far too {'large' if number > 0 else 'small'}")
-    raise InvalidArgument(f"{what} must be a whole number, not {_shown(value)}")
-
-
 def _read(text: str, run_id: int, task: str) -> Any:
     """An output from its JSON text: PostgreSQL keeps longer numbers and deeper nesting than Python reads."""
     try:
@@ -506,61 +481,3 @@ def _read(text: str, run_id: int, task: str) -> Any:
             f"the output of task {task!r} of run {run_id} cannot be read by Python: {why}; "
             "as text it is given by `flowforge show RUN --output TASK` and task_output in SQL"
         ) from None
-
-
-def _run(value: object) -> int:
-    return _whole(value, "run_id")
-
-
-def _labels(value: object) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise InvalidArgument(f"labels must be a dictionary, not {_shown(value)}")
-    return dict(value or {})
-
-
-def _is_sequence(value: object) -> bool:
-    """Whether it is a list of sorts. A dictionary or a text would be taken apart in a way nobody meant."""
-    return isinstance(value, Iterable) and not isinstance(value, Mapping | str | bytes)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _seconds(value: object, what: str) -> int | float:
-    if isinstance(value, int | float | timedelta):
-        with suppress(InvalidDefinition):  # whose words are those of a definition
-            length = seconds(value, what)
-            if length >= 0:
-                return length
-    raise InvalidArgument(f"{what} must be a number of seconds from 0, or a timedelta, not {_shown(value)}")
-
-
-def _json(value: object, what: str) -> str:
-    try:
-        return db.json_text(value)
-    except NotStorable as error:
-        raise NotStorable(f"{what}{'' if error.path else ' is '}{error}", error.path) from None
-
-
-def _interval(delay: object) -> timedelta:
-    length = _seconds(delay, "delay")
-    try:
-        return timedelta(seconds=length)
-    except OverflowError:
-        raise InvalidArgument(f"delay is too long: {delay}") from None
-
-
-def _check_text(value: object) -> None:
-    """Refuses text that no connection can carry."""
-    if isinstance(value, list):
-        for each in value:
-            _check_text(each)
-    elif isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise NotStorable(f"not storable: text with a lone surrogate: {value[:50]!a}") from None
-        if "\0" in value:
-            raise NotStorable(f"not storable: text with the character U+0000: {value[:50]!a}")

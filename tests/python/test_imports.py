@@ -39,6 +39,7 @@ LAYERS = {
     "migrate": 3,
     "embedded": 3,
     "loading": 3,
+    "arguments": 3,
     "client": 4,
     "connecting": 4,
     "runner": 5,
