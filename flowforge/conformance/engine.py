@@ -404,6 +404,7 @@ class Engine:
             deadline = time.monotonic() + _QUIET
             while self.counts()[0] and time.monotonic() < deadline:
                 time.sleep(_LOOK)
+            time.sleep(_QUIET)  # for what the worker has just been given, which a cut would bring back
             with self.without_broker():
                 return self.counts()[0] == 0
 
