@@ -25,7 +25,7 @@ async function ask(text, ...values) { // until it is answered, or refused for it
   for (;; await sleep(500)) {
     const answer = await pool.query(text, values).catch((error) => error);
     if (answer.rows) return answer.rows;
-    if (/^(22|WF)/.test(answer.code)) throw answer;
+    if (/^(22|23|54|WF)/.test(answer.code)) throw answer;
     tell(answer);
   }
 }

@@ -1,119 +1,131 @@
-#!/bin/sh
-# A worker in shell: psql and nothing else. It takes dispatches from PostgreSQL (claim_next), one at a time, renews its
-# lease while a handler runs, and finishes under its token. A handler is a program in the directory HANDLERS, by its name:
-# it reads {"input": …, "upstream": …, "item": …}, prints its output as JSON, and fails by its exit code, with what it
-# prints as an error. With a login that is a member of flowforge_worker:
+#!/bin/bash
+# A worker in shell, for Linux: it takes messages where FLOWFORGE_AMQP_URL (amqp://…) names a RabbitMQ, by amqp-tools, and
+# else dispatches from PostgreSQL, by psql alone; one at a time. A handler is a program in the directory HANDLERS, by its
+# name: it reads {"input": …, "upstream": …, "item": …}, prints its output as JSON, and fails by its exit code, with what
+# it prints as an error. With a login that is a member of flowforge_worker:
 #
 #     PGHOST=… PGUSER=… PGDATABASE=… FLOWFORGE_QUEUES=default ./worker.sh HANDLERS
 #
-# What any worker has to do is in docs/worker-protocol.md.
+# What any worker has to do is in docs/worker-protocol.md. No password and no output stands in a program's arguments.
 set -u
-handlers=$1
-worker="$(hostname):$$"
+handlers=$1 queue=${FLOWFORGE_QUEUES:-default} exchange=${FLOWFORGE_NAMESPACE:+$FLOWFORGE_NAMESPACE.}flowforge
+worker="$(hostname):$$" claim_id='' announced=-30
 scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
 ended= # by SIGTERM: give back what runs, take nothing new
 trap 'ended=yes' TERM INT
 
-# One statement of standard input, repeated until it is answered: every call here is safe to repeat as it is. 1: refused
-# for its values, or as no statement (22…, 42…, WF…), which is for good. 2: no answer, and the worker is to end. Never
-# called in a subshell, such as that of a pipeline, which would not be told.
+# A statement, repeated until it is answered, as is safe with each; its rows are in $scratch/answer. $text in it is the text
+# of the file $2: refused when it is none; cut off, and so no JSON, beyond the largest payload that there can be. 1: refused
+# for its values, which is for good. 2: no answer, and the worker is to end. Never in a subshell, which would not know that.
+text="convert_from(decode(:'base64', 'base64'), 'UTF8')"
 ask() {
-    statement=$(cat) tries=5
-    until printf '%s\n' "$statement" | psql -XqAt -F '	' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate "$@" 2>"$scratch/refusal"; do
+    tries=5
+    until printf '\\set base64 `head -c 67108865 "%s" | base64 -w 0`\n%s\n' "${2:-/dev/null}" "$1" |
+        timeout 60 psql -XqAt -F $'\t' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate -v queue="$queue" -v worker="$worker" \
+            -v claim_id="$claim_id" >"$scratch/answer" 2>"$scratch/refusal"; do
         cat "$scratch/refusal" >&2
-        if grep -qE 'ERROR: +(22|42|WF)' "$scratch/refusal"; then return 1; fi
-        if [ -n "$ended" ]; then
-            tries=$((tries - 1))
-            if [ $tries = 0 ]; then return 2; fi
-        fi
+        if grep -qE ': +(22|23|54|WF)[0-9A-Z]{3}$' "$scratch/refusal"; then return 1; fi
+        if [ -n "$ended" ] && [ $((tries -= 1)) = 0 ]; then return 2; fi
         sleep 1
     done
 }
 
 # Optional: who has announced itself is listed by `flowforge workers`, and counts for the window of its queue.
-announced=0
 announce() {
-    if [ $(($(date +%s) - announced)) -ge 30 ]; then
-        announced=$(date +%s)
-        ask -v queue="${FLOWFORGE_QUEUES:-default}" -v worker="$worker" <<'END' >/dev/null
-select flowforge.announce_worker(:'worker', array[:'queue'], 1);
-END
+    if [ $((SECONDS - announced)) -lt 30 ]; then return; fi
+    announced=$SECONDS
+    ask "select flowforge.announce_worker(:'worker', array[:'queue'], 1)"
+}
+
+claim() { # by the call, under $claim_id, which has $text in it of the file $2
+    ask "select task_run_id, fencing_token, floor(extract(epoch from lease)), coalesce(ceil(extract(epoch from time_limit)),
+            999999999), handler, jsonb_build_object('input', input, 'upstream', upstream_outputs, 'item', item)
+        from $1 where outcome = 'claimed'" "${2:-}"
+}
+
+take_dispatch() {
+    claim "flowforge.claim_next(array[:'queue'], :'worker', :'claim_id', '30 s', 1)"
+    if [ ! -s "$scratch/answer" ]; then sleep 1; fi
+}
+
+# By a consumer that brings one message and ends. It acknowledges that when the command that it runs for it exits 0, here
+# once the claim is answered; else the message is in its queue again. "$@": the options that lead to the broker.
+take_message() {
+    wait # until the last one is acknowledged
+    rm -f "$scratch/message."* && : >"$scratch/answer"
+    message=$scratch/message.$claim_id
+    amqp-consume "$@" -q "$exchange.$queue" -c 1 -- sh -c 'cat >"$0.new" && mv "$0.new" "$0"
+        until [ -e "$0.answered" ]; do [ -e "$0" ] && kill -0 "$1" && sleep 0.1 || exit 1; done' "$message" $$ &
+    consumer=$!
+    until [ -e "$message" ]; do
+        if [ -n "$ended" ]; then kill $consumer 2>/dev/null; fi
+        if ! kill -0 $consumer 2>/dev/null; then sleep 1; return; fi
+        announce
+        sleep 0.1
+    done
+    claim "(select $text::jsonb as body) as message, flowforge.claim_task_run((body->>'task_run_id')::bigint,
+        (body->>'dispatch_id')::uuid, :'worker', :'claim_id', '30 s')" "$message"
+    case $? in
+        0) true ;;
+        1) timeout 60 amqp-publish "$@" -p -e "$exchange.dead" <"$message" ;;
+        *) false ;;
+    esac && touch "$message.answered" || kill $consumer
+}
+
+release() { ask "select flowforge.release_task_run($id, $token, '$1')"; }
+
+finish() { # outcome, output, error, which of them is in which file
+    ask "select flowforge.finish_task_run($id, $token, '$1', $2, $3, true)" "$4"
+    if [ $? = 1 ]; then
+        ask "select flowforge.finish_task_run($id, $token, 'failed', null, 'the output cannot be stored', false)"
     fi
 }
 
-release() { # reason
-    ask -v id="$id" -v token="$token" -v reason="$1" <<'END'
-select flowforge.release_task_run(:id, :token, :'reason');
-END
-}
-
-# Outcome, whether another attempt is of use. Output and error come by way of files: what stands in a program's arguments
-# can be seen by others. Whatever the error is, it must be possible to report it.
-finish() {
-    if [ "$1" != succeeded ]; then : >"$scratch/output"; fi
-    iconv -c -f UTF-8 -t UTF-8 <"$scratch/error" 2>/dev/null | tr -d '\000' >"$scratch/reported"
-    ask -v id="$id" -v token="$token" -v outcome="$1" -v retryable="$2" <<END
-\\set output \`cat $scratch/output\`
-\\set error \`cat $scratch/reported\`
-select flowforge.finish_task_run(:id, :token, :'outcome', (case :'outcome' when 'succeeded' then :'output' end)::jsonb,
-    nullif(:'error', ''), :'retryable');
-END
-}
-
-run() { # of the task run $id under $token: seconds of the lease, seconds of the time limit, handler, what it gets
+run() { # the task run $id under $token
     if [ -n "$ended" ]; then release unstarted; return; fi
-    case $3 in */* | .*) false ;; *) [ -x "$handlers/$3" ] ;; esac || { release unknown_handler; return; }
-    printf '%s\n' "$4" >"$scratch/task"
-    setsid "$handlers/$3" <"$scratch/task" >"$scratch/output" 2>"$scratch/error" &
-    handler=$! why= begun=$(date +%s) renewed=$(date +%s)
-    while [ -z "$why" ] && kill -0 $handler 2>/dev/null; do
+    case $handler in */* | .*) false ;; *) [ -x "$handlers/$handler" ] ;; esac || { release unknown_handler; return; }
+    printf '%s\n' "$task" >"$scratch/task"
+    setsid "$handlers/$handler" <"$scratch/task" >"$scratch/output" 2>"$scratch/error" &
+    pid=$! why='' begun=$SECONDS renewed=$SECONDS
+    while [ -z "$why" ] && kill -0 $pid 2>/dev/null; do
         sleep 0.1
         announce
-        now=$(date +%s)
-        if [ $((now - renewed)) -ge $(($1 / 3)) ]; then
-            renewed=$now
-            ask -v id="$id" -v token="$token" <<'END' >"$scratch/renewed"
-select outcome from flowforge.renew_leases(array[:id], array[:token], '30 s');
-END
-            case $(cat "$scratch/renewed") in
-                lost) why=lost ;;
-                cancel) why=cancelled ;;
-            esac
+        if [ $((SECONDS - renewed)) -ge $((lease / 3)) ]; then
+            renewed=$SECONDS
+            ask "select outcome from flowforge.renew_leases(array[$id], array[$token], '30 s')"
+            why=$(grep -E 'lost|cancel' "$scratch/answer")
         fi
-        if [ $((now - begun)) -gt "$2" ]; then why='time limit exceeded'; fi
+        if [ $((SECONDS - begun)) -gt "$limit" ]; then why='time limit exceeded'; fi
         if [ -n "$ended" ]; then why=shutdown; fi
     done
-    if [ -n "$why" ]; then kill -s KILL -- -$handler 2>/dev/null; fi # with all that it has started
-    wait $handler
-    code=$?
+    if [ -n "$why" ]; then kill -s KILL -- -$pid 2>/dev/null; fi # with all that it has started
+    wait $pid
+    why=${why:-exit code $?}
+    { iconv -c -f UTF-8 -t UTF-8 <"$scratch/error" | tr -d '\000' && printf '%s' "$why"; } >"$scratch/told" 2>/dev/null
     case $why in
-        lost) return ;; # it is somebody else's: report nothing
-        shutdown) release shutdown; return ;;
-        ?*) echo "$why" >"$scratch/error" ;;
+        lost) ;; # it is somebody else's: report nothing
+        shutdown) release shutdown ;;
+        cancel) finish cancelled null null "" ;;
+        'exit code 0') finish succeeded "$text::jsonb" null "$scratch/output" ;;
+        *) finish failed null "$text" "$scratch/told" ;;
     esac
-    if [ "$why" = cancelled ]; then
-        finish cancelled true
-    elif [ -n "$why" ] || [ $code != 0 ]; then
-        echo "exit code $code" >>"$scratch/error"
-        finish failed true
-    else
-        : >"$scratch/error"
-        finish succeeded true
-        if [ $? = 1 ]; then echo 'the output cannot be stored' >"$scratch/error" && finish failed false; fi
-    fi
 }
 
+decode() { printf '%b' "${1//%/\\x}"; } # the percent-encoding of a URL
+
+shift $#
+if [ -n "${FLOWFORGE_AMQP_URL:-}" ]; then
+    url='^amqp://(([^:@/]*):([^@/]*)@)?([^]:@/[]+)(:([0-9]+))?(/(.*))?$'
+    [[ $FLOWFORGE_AMQP_URL =~ $url ]] || { echo 'FLOWFORGE_AMQP_URL is not amqp://user:password@host:port/vhost' >&2; exit 1; }
+    set -- "${BASH_REMATCH[@]}" # 3: user, 4: password, 5: host, 7: port, 9: virtual host
+    (umask 077 && printf 'username:%s\npassword:%s\n' "$(decode "${3:-guest}")" "$(decode "${4:-guest}")" >"$scratch/login")
+    set -- --authfile="$scratch/login" --server="$5" --port="${7:-5672}" --vhost="$(decode "${9:-/}")" --heartbeat=30
+fi
 while [ -z "$ended" ]; do
     announce
-    echo 'select gen_random_uuid();' >"$scratch/question"
-    ask <"$scratch/question" >"$scratch/claim_id"
-    claim_id=$(cat "$scratch/claim_id")
-    if [ -n "$ended" ]; then break; fi
-    ask -v queue="${FLOWFORGE_QUEUES:-default}" -v worker="$worker" -v claim_id="$claim_id" <<'END' >"$scratch/claimed"
-select task_run_id, fencing_token, floor(extract(epoch from lease)), coalesce(ceil(extract(epoch from time_limit)), 999999999),
-    handler, jsonb_build_object('input', input, 'upstream', upstream_outputs, 'item', item)
-from flowforge.claim_next(array[:'queue'], :'worker', :'claim_id', '30 s', 1);
-END
-    IFS='	' read -r id token lease limit name task <"$scratch/claimed"
-    if [ -n "$id" ]; then run "$lease" "$limit" "$name" "$task" >"$scratch/answer"; else sleep 1; fi
+    claim_id=$(cat /proc/sys/kernel/random/uuid)
+    if [ $# = 0 ]; then take_dispatch; else take_message "$@"; fi
+    IFS=$'\t' read -r id token lease limit handler task <"$scratch/answer"
+    if [ -n "$id" ]; then run; fi
 done
+wait

@@ -71,10 +71,11 @@ def failure(engine: Engine) -> None:
 
 @_clause("An output that the database refuses is reported as a failure that no retry mends.")
 def unstorable_output(engine: Engine) -> None:
-    run = engine.begin("unstorable", retry={"max_attempts": 2, "delay": 0})
-    engine.ends(run, "failed")
-    if len(found := engine.attempts(run)) != 1 or not found[0][1]:
-        raise Violated(f"the database was told {found}, not one failure that no retry mends")
+    for handler in ("unstorable", "nested"):
+        run = engine.begin(handler, retry={"max_attempts": 2, "delay": 0})
+        engine.ends(run, "failed")
+        if len(found := engine.attempts(run)) != 1 or not found[0][1]:
+            raise Violated(f"of {handler} the database was told {found}, not one failure that no retry mends")
 
 
 @_clause("It renews the lease, of the length that the claim tells, while the handler runs.")
@@ -237,6 +238,7 @@ def unreadable_message(engine: Engine) -> None:
         b"null",
         b"{}",
         b'{"task_run_id": "x", "dispatch_id": 1}',
+        b"[" * 100_000 + b"]" * 100_000,
     ):
         engine.raw_message(body)
     engine.is_well()

@@ -30,6 +30,15 @@ def unstorable(_: Context) -> str:
 
 
 @conformance.task
+def nested(_: Context) -> list[Any]:
+    """Answer what is nested deeper than PostgreSQL takes JSON."""
+    value: list[Any] = []
+    for _depth in range(100_000):
+        value = [value]
+    return value
+
+
+@conformance.task
 def tick(ctx: Context) -> None:
     """Append to a file: b at the beginning, a dot every tenth of a second, e at the end."""
     _append(ctx, b"b")

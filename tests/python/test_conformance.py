@@ -29,7 +29,7 @@ from flowforge.conformance.engine import Engine
 from flowforge.conformance.proxy import Proxy
 from flowforge.errors import DatabaseUnavailable
 from tests.python.shell import Shell
-from tests.services import node
+from tests.services import debian, node
 from tests.services.database import Database, prepare_template
 from tests.services.postgres import PostgresServer, binaries
 from tests.services.process import free_port, wait_until
@@ -42,12 +42,13 @@ IMPATIENCE = 8.0  # with what is to be seen as violated, most of which is seen b
 
 
 class Mistake(NamedTuple):
-    """A mistake put into the worker in Node, and the clauses that it violates."""
+    """A mistake put into the worker in Node, or in shell, and the clauses that it violates."""
 
     old: str
     new: str
     violates: set[str]
     by_broker: bool = False
+    in_shell: bool = False
 
 
 # In a loop, but a slow one.
@@ -111,6 +112,23 @@ MISTAKES = {
     "retries what cannot be stored": Mistake(
         "${message}`, false)", "${message}`)", {"unstorable_output"}
     ),
+    "takes what is nested too deep for unanswered": Mistake(
+        "(22|23|54|WF)", "(22|23|WF)", {"unreadable_message"}, by_broker=True
+    ),
+    "takes it so in shell": Mistake(
+        "(22|23|54|WF)",
+        "(22|23|WF)",
+        {"unreadable_message", "unstorable_output"},
+        by_broker=True,
+        in_shell=True,
+    ),
+    "acknowledges at once in shell": Mistake(
+        "    consumer=$!\n",
+        '    consumer=$!\n    touch "$message.answered"\n',
+        {"acknowledges_after_claim"},
+        by_broker=True,
+        in_shell=True,
+    ),
     "hands over no upstream outputs": Mistake(
         "upstream_outputs as upstream", "upstream_states as upstream", {"hands_over"}
     ),
@@ -129,14 +147,31 @@ def command(directory: Path, mistake: Mistake | None = None) -> list[str]:
     """The worker in Node, with the mistake."""
     source = (EXAMPLES / "worker.mjs").read_text()
     if mistake is not None:
-        assert source.count(mistake.old) == 1, mistake.old
-        source = source.replace(mistake.old, mistake.new) + GIVE_BACK
+        source = mistaken(source, mistake) + GIVE_BACK
         if "first = " in mistake.new:
             source = source.replace('$6)", id, token, outcome', '$6)", id, first, outcome')
     directory.mkdir()
     (directory / "node_modules").symlink_to(node.modules())
     (directory / "worker.mjs").write_text(source)
     return [str(node.program()), str(directory / "worker.mjs"), str(EXAMPLES / "handlers.mjs")]
+
+
+def mistaken(source: str, mistake: Mistake) -> str:
+    assert source.count(mistake.old) == 1, mistake.old
+    return source.replace(mistake.old, mistake.new)
+
+
+def shell_path(directory: Path) -> str:
+    """The PATH with what the worker in shell needs: psql, and amqp-tools with their libraries."""
+    programs, _ = binaries("18")
+    psql = shutil.which("psql", path=f"{programs}{os.pathsep}{os.defpath}")
+    assert psql is not None
+    tools = debian.found("amqp-tools", "usr/bin")
+    for name in ("amqp-consume", "amqp-publish"):
+        libraries = debian.library_path(tools.parents[1])
+        (directory / name).write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {tools / name} "$@"\n')
+        (directory / name).chmod(0o755)
+    return os.pathsep.join([str(directory), str(Path(psql).parent), os.defpath])
 
 
 NO_JSON = "Node, whose outputs may be no JSON at all"
@@ -160,13 +195,13 @@ def verdicts(
     if not amqp:
         rabbit: RabbitServer = request.getfixturevalue("_session_rabbit_server")
         amqp = rabbit.url
-    directory = tmp_path_factory.mktemp("node")
+    directory = tmp_path_factory.mktemp("workers")
     programs, library_path = binaries("18")
-    psql = shutil.which("psql", path=f"{programs}{os.pathsep}{os.defpath}")
-    assert psql is not None
-    shell = ["env", f"PATH={Path(psql).parent}{os.pathsep}{os.defpath}", str(EXAMPLES / "worker.sh")]
+    path = shell_path(tmp_path_factory.mktemp("path"))
+    shell = ["env", f"PATH={path}", str(EXAMPLES / "worker.sh"), str(EXAMPLES / "handlers")]
     jobs: dict[str, tuple[list[str], bool]] = {
-        "shell": ([*shell, str(EXAMPLES / "handlers")], False),
+        "shell": (shell, False),
+        "shell, RabbitMQ": (shell, True),
         "Python": (PYTHON, False),
         "Python, RabbitMQ": (PYTHON, True),
         "Node": (command(directory / "right"), False),
@@ -174,7 +209,13 @@ def verdicts(
         NO_JSON: (without_json(directory / "no JSON"), False),
     }
     for name, mistake in MISTAKES.items():
-        jobs[name] = command(directory / name, mistake), mistake.by_broker
+        if mistake.in_shell:
+            wrong = directory / name
+            wrong.write_text(mistaken((EXAMPLES / "worker.sh").read_text(), mistake))
+            wrong.chmod(0o755)
+            jobs[name] = [*shell[:2], str(wrong), shell[3]], mistake.by_broker
+        else:
+            jobs[name] = command(directory / name, mistake), mistake.by_broker
     with PostgresServer(programs, library_path, {"max_connections": "400"}) as server:
         server.create_database("template")
         prepare_template(server.host, server.port, server.user, "template", server.password, autocommit=True)
@@ -206,7 +247,9 @@ def violated(future: Future[list[Verdict]]) -> dict[str, str]:
     return {each.clause: each.seen for each in future.result() if not each.holds}
 
 
-@pytest.mark.parametrize("worker", ["shell", "Python", "Python, RabbitMQ", "Node", "Node, RabbitMQ", NO_JSON])
+@pytest.mark.parametrize(
+    "worker", ["shell", "shell, RabbitMQ", "Python", "Python, RabbitMQ", "Node", "Node, RabbitMQ", NO_JSON]
+)
 def test_a_worker_conforms(worker: str, verdicts: dict[str, Future[list[Verdict]]]) -> None:
     assert violated(verdicts[worker]) == {}
 
@@ -233,9 +276,8 @@ def test_every_clause_is_violated_by_some_mistake() -> None:
 @pytest.fixture
 def shell_worker(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     """Starts the worker in shell with handlers of its own on a database."""
-    programs, _ = binaries("18")
-    psql = shutil.which("psql", path=f"{programs}{os.pathsep}{os.defpath}")
-    assert psql is not None
+    (tmp_path / "path").mkdir()
+    path = shell_path(tmp_path / "path")
     handlers = {"bad_error": "printf 'caf\\351\\000!' >&2; exit 1", "bad_output": "printf '\"caf\\351\"'"}
     for name, text in handlers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -245,7 +287,7 @@ def shell_worker(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[by
     def start(dsn: str) -> subprocess.Popen[bytes]:
         given = {f"PG{key.upper()}": str(value) for key, value in conninfo_to_dict(dsn).items()}
         given["PGDATABASE"] = given.pop("PGDBNAME")
-        given["PATH"] = f"{Path(psql).parent}{os.pathsep}{os.defpath}"
+        given["PATH"] = path
         with (tmp_path / "log").open("wb") as log:
             started.append(
                 subprocess.Popen(

@@ -25,7 +25,7 @@ from pathlib import Path
 # What of the dependencies is unpacked. The C library must be the system's own, as the program loader is; the
 # rest left out serves the installation (users, services, log rotation) or scripting languages.
 WANTED = re.compile(
-    r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|pgbouncer$|spin$|tcc$|linux-libc-dev$|lib)"
+    r"(postgresql-(client-)?15|rabbitmq-server$|erlang-|pgbouncer$|amqp-tools$|spin$|tcc$|linux-libc-dev$|lib)"
 )
 UNWANTED = re.compile(
     r"(libc6$|libc-bin|libc-dev-bin|libc-l10n|libperl|libpython|libpam-modules|libpam-runtime|.*-perl$)"
@@ -39,6 +39,7 @@ PACKAGES = {
     "faketime": ["libfaketime"],
     "pgbouncer": ["pgbouncer"],
     "spin": ["spin", "tcc", "libc6-dev"],
+    "amqp-tools": ["amqp-tools"],
 }
 # The variable that names it where it is there already, and what to set that to.
 INSTEAD = {
@@ -47,6 +48,7 @@ INSTEAD = {
     "faketime": ("FLOWFORGE_TEST_FAKETIME", "the library libfaketimeMT.so.1"),
     "pgbouncer": ("FLOWFORGE_TEST_PGBOUNCER", "the program pgbouncer"),
     "spin": ("FLOWFORGE_TEST_MODEL_BIN", "a directory with spin and tcc"),
+    "amqp-tools": ("FLOWFORGE_TEST_AMQP_TOOLS", "a directory with amqp-consume and amqp-publish"),
 }
 # Raised whenever what is unpacked, or how, changes: caches made before are then left aside.
 RECIPE = 1
