@@ -219,13 +219,22 @@ def call(
             conn.execute(_lock_timeout(lock_timeout))
             cursor.execute(query.encode(), params or None)
             conn.execute("commit")
-    except Exception:
-        _roll_back(conn)
-        raise
-    except BaseException:
-        conn.close()  # interrupted half way: what would be answered next is not known
-        raise
+    except BaseException as exc:
+        interruption = _interruption(exc)
+        if interruption is None:
+            _roll_back(conn)
+            raise
+        conn.close()  # half way: what would be answered next is not known
+        raise interruption from None
     return cursor.fetchall() if cursor.description else []
+
+
+def _interruption(exc: BaseException | None) -> BaseException | None:
+    """What interrupted a call, such as Ctrl-C, though leaving the pipeline then has raised an error of its
+    own."""
+    while isinstance(exc, Exception):
+        exc = exc.__context__
+    return exc
 
 
 def _roll_back(conn: Connection) -> None:

@@ -30,7 +30,7 @@ from flowforge.conformance.target import connect
 from flowforge.errors import ConfigError, from_database
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
-from flowforge.stopping import Stop
+from flowforge.stopping import Stop, held_back
 
 _LOOK = 0.1  # seconds between two looks at a condition
 _QUIET = 1.0  # seconds without a tick, of ten a second, after which a handler counts as stopped
@@ -101,7 +101,7 @@ class Engine:
             for proxy in (self.database, self.broker):
                 if proxy is not None:
                     stack.callback(proxy.close)
-            stack.callback(self._conn.close)
+            stack.callback(lambda: self._conn.close())
             stack.callback(self._end_daemons)
             stack.callback(self.clear)
 
@@ -170,13 +170,14 @@ class Engine:
         if self.worker is None or self.worker.poll() is not None:
             environment = os.environ | self.environment()
             try:
-                self.worker = subprocess.Popen(
-                    self._command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    start_new_session=True,
-                )
+                with held_back():  # or nobody would know it, to end it
+                    self.worker = subprocess.Popen(
+                        self._command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=2,
+                        start_new_session=True,
+                    )
             except OSError as error:
                 raise ConfigError(f"the worker cannot be started: {error}") from error
 
@@ -195,6 +196,8 @@ class Engine:
         for proxy in (self.database, self.broker):
             if proxy is not None:
                 proxy.up()
+        if self._conn.closed:  # interrupted in the middle of a call
+            self._conn = connect(self.config, Stop())
         for run in self._runs:
             self.value("select flowforge.cancel_run(%s, 'conformance')", run)
         for task_run, token in self.rows(

@@ -403,7 +403,7 @@ def test_a_signal_leaves_no_worker_behind(db: Database, tmp_path: Path, number: 
     pid = tmp_path / "pid"
     worker = ["sh", "-c", f"echo $$ >{pid}.new && mv {pid}.new {pid} && exec sleep 600"]
     command = [*PYTHON[:3], "conformance", "--database-url", db.dsn, "--clause", "finishes", "--", *worker]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         wait_until(pid.exists, "the worker")
         process.send_signal(number)
         assert process.wait(60) == exits.EXIT_INTERRUPTED

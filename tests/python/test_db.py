@@ -8,8 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import NoReturn
 
 import psycopg
 import pytest
@@ -175,6 +177,28 @@ def test_a_call_that_is_not_answered_says_so(conn: database.Connection) -> None:
     with told, database.answered_within(conn, 0.1):
         conn.execute("select pg_sleep(600)")
     assert database.connection_lost(conn)
+
+
+def test_an_interrupted_call_ends_as_interrupted(
+    conn: database.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as whatever psycopg says of a pipeline that it leaves half way."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def pipeline() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise psycopg.ProgrammingError("cannot exit pipeline mode while busy")
+
+    monkeypatch.setattr(conn, "pipeline", pipeline)
+    monkeypatch.setattr(conn, "execute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        database.call(conn, "select 1")
+    assert conn.closed
 
 
 def test_what_is_no_name_of_a_host_is_told_as_a_fault_of_the_connection_string() -> None:
