@@ -67,23 +67,33 @@ class Stop:
         return self._flag.wait(seconds)
 
 
+TOGETHER = 5.0
+"""Seconds within which a SIGHUP and another signal are one request."""
+
+
 class _Requests:
-    """Which signals are requests of their own. The end of a terminal is told several times, and often with a
-    SIGTERM besides: all of that is one."""
+    """Which signals are requests of their own. The end of a terminal, or of who reads the log, is told more
+    than once, and often together with a SIGTERM or Ctrl-C: all of that is one."""
 
     def __init__(self) -> None:
-        self._hung_up: list[None] = []  # no number, as in Stop
+        self._came: list[tuple[int, float, bool]] = []
 
     def counts(self, number: int, requested: bool) -> bool:
-        """Whether signal `number` is one more, when there was one already or not."""
-        if number == signal.SIGHUP:
-            if not requested:
-                self._hung_up.append(None)
-            return not requested
-        if number == signal.SIGTERM and self._hung_up:
-            self._hung_up.clear()
-            return False
-        return True
+        """Whether signal `number` is one more; `requested`: there was a request, perhaps by no signal."""
+        # Entered at once, and judged by its place: another may strike in the middle of this.
+        mine = number, time.monotonic(), requested
+        self._came.append(mine)
+        counts, hung_up = False, float("-inf")
+        for place, each in enumerate(self._came):
+            number, when, requested = each
+            if number == signal.SIGHUP:
+                counts = place == 0 and not requested
+                hung_up = when if counts else hung_up
+            else:
+                counts, hung_up = when - hung_up > TOGETHER, float("-inf")
+            if each is mine:
+                break
+        return counts
 
 
 class Remembered:
@@ -170,6 +180,15 @@ def remember() -> None:
     # This comes first, and so is called last.
     atexit.register(_end)
 
+
+def _leave_to_parent() -> None:
+    """In the child of a fork, such as a handler makes, the signals are nobody's requests: they end it."""
+    for number in SIGNALS:
+        if getattr(signal.getsignal(number), "__module__", None) == __name__:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 _at_end: list[Callable[[], None]] = []
 

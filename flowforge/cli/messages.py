@@ -8,7 +8,10 @@ import io
 import os
 import select
 import signal
+import socket
+import stat
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +19,11 @@ from flowforge import log
 from flowforge.exits import EXIT_OK, EXIT_PIPE
 
 PATIENCE = 1.0
-"""Seconds that a daemon waits for whoever reads its log too slowly. Then lines are let go until there is
-room: every thread that has something to log would stand still, and leases run out."""
+"""Seconds of every PATIENCE_FOR that a daemon waits for whoever reads its log too slowly. Then lines are let
+go until there is room: every thread that has something to log would stand still, and leases run out."""
+
+PATIENCE_FOR = 10.0
+"""Seconds."""
 
 
 class Messages(io.FileIO):
@@ -25,40 +31,102 @@ class Messages(io.FileIO):
 
     unread = False
     """Whether whoever read them has gone."""
-    daemon = False
-    """Whether the process then stops: a log that nobody reads tells nothing, and handlers that print fail."""
     lost = 0
-    """Messages let go since the last one that was written."""
+    """Messages let go since the last one that was written, or a part of them."""
+    _torn = False  # what was written last is the beginning of a message that was let go
+    _daemon = False
+    _own: io.FileIO | socket.socket | None = None  # by which nobody waits
+    _left, _since = PATIENCE, 0.0
 
     def write(self, data: Any, /) -> int:
-        left = memoryview(data)
         try:
-            while left:
-                # So much a pipe takes whole, or has no room for.
-                part = left[: select.PIPE_BUF] if self.daemon else left
-                written = super().write(part) if not self.daemon or self._has_room() else None
-                if written is None:  # or whoever shares the file has made it non-blocking, and it is full
-                    self.lost += 1
-                    return len(data)
-                left = left[written:]
+            if not self._written(memoryview(data)):
+                self.lost += 1
+            elif self.lost and self._daemon and data[-1:] == b"\n":
+                lost, self.lost = self.lost, 0
+                # Not to be left out, whatever the level.
+                log.of("log").error("read too slowly; lines were lost", count=lost)
         except OSError as error:
             if error.errno == errno.EPIPE and not self.unread:
                 self.unread = True
-                self.stop()
-        else:
-            if self.lost and self.daemon:
-                lost, self.lost = self.lost, 0
-                log.of("log").warning("read too slowly; lines were lost", count=lost)
+                self._stop()
         return len(data)
 
+    def serve_daemon(self) -> None:
+        """From now on the process is a daemon: it does not wait for its readers, and stops when they are
+        gone. A log that nobody reads tells nothing, and handlers that print would fail."""
+        self._daemon = True
+        with contextlib.suppress(OSError):
+            self._own = _without_waiting(self.fileno())
+        self._stop()
+
+    def serve_command(self) -> None:
+        """No longer."""
+        self._daemon = False
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
+
+    def close(self) -> None:
+        self.serve_command()
+        super().close()
+
+    def _send(self, data: memoryview | bytes) -> int | None:
+        """How much was written, or None."""
+        if isinstance(self._own, socket.socket):
+            with contextlib.suppress(BlockingIOError):
+                return self._own.send(data, socket.MSG_DONTWAIT)
+            return None
+        return super().write(data) if self._own is None else self._own.write(data)
+
+    def _written(self, left: memoryview) -> bool:
+        """Whether all of it was."""
+        if self._torn and self._send(b"\n"):
+            self._torn = False
+        begun = False
+        while left:
+            written = self._send(left)
+            if written is not None:
+                left, begun = left[written:], True
+            elif self._own is None or not self._has_room():
+                # Without one of its own, whoever shares the file has made it non-blocking.
+                self._torn |= begun
+                return False
+        return True
+
     def _has_room(self) -> bool:
+        begun = time.monotonic()
+        if begun - self._since > PATIENCE_FOR:
+            self._left, self._since = PATIENCE, begun
+        if self._left <= 0:
+            return False
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
-        return bool(poll.poll(0 if self.lost else PATIENCE * 1000))
+        found = poll.poll(self._left * 1000)
+        self._left -= time.monotonic() - begun
+        return bool(found)
 
-    def stop(self) -> None:
-        if self.daemon and self.unread:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _stop(self) -> None:
+        if self._daemon and self.unread:
+            # Which counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
+            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
+
+
+def _without_waiting(fileno: int) -> io.FileIO | socket.socket | None:
+    """By what to write to a pipe, a terminal or a socket without ever waiting, and nothing changes for others
+    who share it; None for what makes nobody wait. Raises OSError where it cannot be had."""
+    mode = os.fstat(fileno).st_mode
+    if stat.S_ISSOCK(mode):
+        return socket.socket(fileno=os.dup(fileno))
+    if not stat.S_ISFIFO(mode) and not os.isatty(fileno):
+        return None
+    # Opened anew: to be made non-blocking, a duplicate would be one with theirs.
+    return io.FileIO(f"/proc/self/fd/{fileno}", "w", opener=_open)
+
+
+def _open(path: str, _flags: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
 def let_errors_be_lost() -> None:
@@ -67,21 +135,21 @@ def let_errors_be_lost() -> None:
         raw: Any = Messages(sys.stderr.fileno(), "w", closefd=False)
         # Without a buffer, which would write once more what Ctrl-C interrupts just after it was written.
         sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "replace", write_through=True)
+        os.register_at_fork(after_in_child=raw.serve_command)  # what a handler forks is no daemon
 
 
 @contextlib.contextmanager
 def read_or_stopped() -> Iterator[None]:
-    """Within the block the process is told to stop, as by SIGTERM, once nobody reads its log any more."""
+    """Within the block the process writes its log as a daemon does."""
     messages = getattr(sys.stderr, "buffer", None)
     if not isinstance(messages, Messages):
         yield
         return
-    messages.daemon = True
-    messages.stop()
+    messages.serve_daemon()
     try:
         yield
     finally:
-        messages.daemon = False
+        messages.serve_command()
 
 
 def exit_code(code: int) -> int:

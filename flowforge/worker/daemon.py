@@ -220,7 +220,14 @@ class Worker:
 
     def run(self) -> int:
         """Work until asked to stop, or until nothing can be done any more; the exit code."""
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, SWITCH_INTERVAL))
+        try:
+            return self._run()
+        finally:
+            sys.setswitchinterval(before)
+
+    def _run(self) -> int:
         try:
             self._check()
             if self._stop.requested:

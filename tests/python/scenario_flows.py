@@ -71,8 +71,14 @@ def _hog(asked: dict[str, Any], ctx: Context) -> None:
     """Be no good neighbour to the worker's other threads: compute until a file is there, hold the
     interpreter's lock in C (the first owner only), fork, kill the process unless a file tells that this was
     done."""
-    while "spin" in asked and not Path(asked["spin"]).exists():
-        sum(range(200_000))
+    if "spin" in asked:
+        # As long at a time as starves others most: shorter than the interpreter's switch interval of 5 ms, so
+        # that nobody asks for it, and long enough to take it back at once.
+        begun = time.perf_counter()
+        sum(range(1_000_000))
+        some = int(1_000_000 * 0.003 / (time.perf_counter() - begun))
+        while not Path(asked["spin"]).exists():
+            sum(range(some))
     if "hold" in asked and ctx.fencing_token == 1:
         ctypes.PyDLL(None).sleep(asked["hold"])
     if "fork" in asked:

@@ -67,7 +67,6 @@ def test_each_finding_is_told_before_the_next_check(
 
     def findings(*_: object) -> Iterator[Finding]:
         yield Finding("settings", "problem", "an early finding")
-        sys.stdout.flush()
         assert b"an early finding" in sys.stdout.buffer.getvalue()  # type: ignore[union-attr]  # of the runner
         yield Finding("database", "skipped", "the end")
 

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import logging
+import sys
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import TimeLimitExceeded
+from flowforge.worker import daemon
 from flowforge.worker.context import Context
 from tests.python.workbench import Bench, Gate, Witness
 from tests.services.process import wait_until
@@ -39,6 +41,20 @@ def test_a_task_longer_than_its_lease_runs_once(bench: Bench) -> None:
         assert bench.wait_run(run) == ["succeeded"]
     assert witness.executions == [(bench.task(run, "task")["task_run_id"], 1)]
     assert bench.all("select * from flowforge.attempt") == []
+
+
+def test_handlers_are_asked_for_the_interpreter_early_while_a_worker_runs(bench: Bench) -> None:
+    """Beside one that computes and makes a call of the system every few milliseconds, Python's own 5 ms would
+    leave leases without renewal for seconds."""
+    before = sys.getswitchinterval()
+    workflow = Workflow("asked")
+    workflow.task(name="interval")(lambda _: sys.getswitchinterval())
+    bench.define(workflow)
+    run = bench.trigger(workflow)
+    with bench.worker(workflow):
+        assert bench.wait_run(run) == ["succeeded"]
+    assert bench.task(run, "interval")["output"] == pytest.approx(daemon.SWITCH_INTERVAL)
+    assert sys.getswitchinterval() == before
 
 
 def test_a_short_lease_is_renewed_in_time_among_long_ones(bench: Bench) -> None:

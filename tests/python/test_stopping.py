@@ -3,24 +3,23 @@
 import contextlib
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
-from flowforge import log
-from flowforge.cli import messages
+from flowforge import Client
 from flowforge.config import Config
 from flowforge.exits import EXIT_CONFIG, EXIT_PIPE
 from flowforge.stopping import SIGNALS, Remembered, Stop, held_back, interrupting, signals
 from flowforge.worker import daemon
 from tests.python.daemons import CHECKOUT, TIMEOUT
+from tests.python.running import running
 from tests.services.database import Database
 from tests.services.process import wait_until
 
@@ -74,6 +73,11 @@ def unwritable(request: pytest.FixtureRequest) -> Iterator[int]:
             os.close(each)
 
 
+POOL = """
+def pool():
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(abs, [1, -2])
+"""
 WORKFLOW = """
 from flowforge import Workflow
 workflow = Workflow("w")
@@ -144,6 +148,50 @@ def test_a_daemon_whose_log_nobody_reads_any_more_stops(
     assert done.returncode == EXIT_PIPE
 
 
+def test_a_reader_that_ctrl_c_ends_too_makes_no_second_request(db: Database, tmp_path: Path) -> None:
+    """As in `flowforge worker own 2>&1 | tee log`: handlers get their grace time."""
+    begun = tmp_path / "begun"
+    handler = (
+        f"lambda ctx: (__import__('pathlib').Path({str(begun)!r}).touch(), __import__('time').sleep(2))[0]"
+    )
+    (tmp_path / "own.py").write_text(WORKFLOW.replace("lambda ctx: None", handler))
+    reader, writer = os.pipe()
+    with Client(db.dsn) as client, running(Config(database_url=db.dsn)):
+        client.define({"name": "w", "tasks": [{"name": "task"}]})
+        run = client.trigger("w")
+        with subprocess.Popen(
+            [sys.executable, "-m", "flowforge", "worker", "own"],
+            cwd=tmp_path, stderr=writer,
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
+        ) as process:  # fmt: skip
+            os.close(writer)
+            wait_until(begun.exists, "the handler")
+            os.close(reader)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT) == EXIT_PIPE
+        assert client.wait(run, timeout=TIMEOUT).state == "succeeded"
+
+
+def test_children_that_a_handler_forks_end_by_the_signals_that_stop_the_worker(
+    db: Database, tmp_path: Path
+) -> None:
+    """And ask the worker nothing."""
+    (tmp_path / "own.py").write_text(
+        f"import multiprocessing{WORKFLOW}".replace("lambda ctx: None", "lambda ctx: pool()") + POOL
+    )
+    with Client(db.dsn) as client, running(Config(database_url=db.dsn)):
+        client.define({"name": "w", "tasks": [{"name": "task"}]})
+        run = client.trigger("w")
+        with subprocess.Popen(
+            [sys.executable, "-m", "flowforge", "worker", "own"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
+        ) as process:
+            assert client.wait(run, timeout=TIMEOUT).outputs == {"task": [1, 2]}
+            process.terminate()
+            assert process.wait(TIMEOUT) == 0
+
+
 def test_a_log_that_is_read_too_slowly_holds_up_no_daemon(db: Database) -> None:
     """Nor its end."""
     reader, writer = os.pipe()
@@ -164,25 +212,6 @@ def test_a_log_that_is_read_too_slowly_holds_up_no_daemon(db: Database) -> None:
             assert process.wait(TIMEOUT) == 0
         full.close()
         assert read.readall().strip(b"\0") == b""
-
-
-def test_what_was_lost_of_a_log_is_told_once_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "PATIENCE", 0.01)
-    reader, writer = os.pipe()
-    raw: Any = messages.Messages(writer, "w")
-    raw.daemon = True
-    with io.FileIO(reader) as read, io.TextIOWrapper(raw, write_through=True) as stream:
-        log.configure(stream=stream)
-        try:
-            while not raw.lost:
-                log.of("test").info("x" * 3000)
-            log.of("test").info("also lost")
-            read.read(1 << 20)
-            log.of("test").info("there is room")
-            told = read.read(1 << 20).decode()
-        finally:
-            log.reset()
-    assert re.search(r"test: there is room\n.*log: read too slowly; lines were lost count=2\n$", told)
 
 
 def test_a_program_that_ran_a_worker_may_go_on() -> None:
