@@ -65,7 +65,10 @@ class Inbox(queue.Queue[Delivery]):
     """What a consuming channel delivered."""
 
     def take(self) -> Delivery:
-        return self.get(timeout=TIMEOUT)
+        try:
+            return self.get(timeout=TIMEOUT)
+        except queue.Empty:
+            raise TimeoutError(f"waited {TIMEOUT:g} s in vain: a message") from None
 
 
 def consumer(

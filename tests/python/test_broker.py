@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
+import pika
 import pika.exceptions
 import pytest
 
@@ -358,6 +360,19 @@ def test_pause_gives_others_what_was_prefetched_and_resume_takes_again(
     wait_until(lambda: rabbit_server.queues()[queue] == (0, 0, 1), "the acks")
     receiving.close()
     assert inbox.empty()
+
+
+def test_what_is_on_its_way_when_the_pause_begins_goes_back() -> None:
+    """The broker delivers until it has heard of the pause."""
+    channel, taken = Mock(), list[Delivery]()
+    receiving = ConsumeChannel(
+        Config(amqp_urls=("amqp://nowhere",)), ["q"], taken.append, prefetch=3, name="worker"
+    )
+    receiving._paused = True
+    receiving._received("q", 0, channel, Mock(delivery_tag=7), pika.BasicProperties(), b"")
+    channel.basic_nack.assert_called_once_with(7, requeue=True)
+    assert not taken
+    receiving._loop.close()  # it was never started
 
 
 def test_a_pause_outlasts_a_reconnect(

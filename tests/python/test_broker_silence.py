@@ -1,6 +1,7 @@
 """A broker that keeps its connections and answers nothing on them is left for the next one."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from flowforge.config import Config
 from flowforge.errors import BrokerUnavailable
 from tests.python.amqp_proxy import AmqpProxy
 from tests.python.channels import ensure, kinds, message, opening, publisher
+from tests.services.process import wait_until
 from tests.services.rabbitmq import RabbitServer
 
 
@@ -68,3 +70,16 @@ def test_what_is_never_answered_later_ends_the_connection_too(
     await_connection(channel)
     ensure(channel, {"other"})
     assert kinds(channel, message("other")) == ["confirmed"]
+
+
+def test_nothing_counts_as_confirmed_when_the_connection_ends_first(
+    config: Config, wire: AmqpProxy, rabbit_server: RabbitServer, opened: Callable[[Any], Any]
+) -> None:
+    """Neither what is under way, nor what has not been sent since the window was full."""
+    wire.silent.add("q")
+    channel = publisher(config.replace(confirm_window=2), opened, "q")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(kinds, channel, *(message() for _ in range(5)))
+        wait_until(lambda: len(channel._sent) == 2, "messages under way")
+        rabbit_server.close_connections("test")
+        assert asked.result() == ["unknown"] * 5

@@ -92,6 +92,31 @@ def test_other_results_do_not_share_the_statement_of_a_large_one() -> None:
     assert wire.rows == [2, 1, 2]
 
 
+class Watching(Wire):
+    """Keeps how many leases were held while each statement was under way."""
+
+    keeper: LeaseKeeper
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = list[int]()
+
+    def call(self, query: str, params: Any, **options: Any) -> list[tuple[Any, ...]]:
+        self.held.append(self.keeper.held)
+        return super().call(query, params, **options)
+
+
+def test_the_lease_is_kept_until_the_finish_is_answered() -> None:
+    """Given up earlier, it runs out while the database is away, and the handler runs again."""
+    wire = Watching()
+    sending = Sending(wire)
+    wire.keeper = sending.keeper
+    sending.put(Finish("succeeded"), Finish("failed"))
+    sending.finisher.start()
+    sending.end()
+    assert (wire.held, sending.keeper.held) == ([2], 0)
+
+
 class Refusing(Wire):
     """Refuses so many statements, whatever is in them."""
 

@@ -19,6 +19,8 @@ import psutil
 
 LAUNCHER = Path(__file__).with_name("launch.py")
 
+PATIENCE = float(os.environ.get("FLOWFORGE_TEST_PATIENCE", "60"))
+"""Seconds that a test waits for a condition; less where most conditions are expected not to hold."""
 
 MEMORY = Path("/dev/shm")  # noqa: S108 -- Scratch makes names that nobody foresees
 PLENTY = 8 << 30
@@ -112,7 +114,7 @@ def free_port() -> int:
             return port
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
     """Return once `condition` holds, asked every 20 ms; TimeoutError tells `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
