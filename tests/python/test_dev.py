@@ -34,7 +34,7 @@ def prepared(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return dev
 
 
-@pytest.mark.parametrize("command", ["setup", "test", "chaos", "run"])
+@pytest.mark.parametrize("command", ["setup", "test", "chaos", "mutants", "run"])
 def test_each_command_has_help(command: str) -> None:
     done = subprocess.run([CHECKOUT / "dev", command, "--help"], capture_output=True, text=True, check=True)
     assert f"./dev {command}" in done.stdout
@@ -53,7 +53,7 @@ def test_ctrl_c_works_in_what_a_script_starts_in_the_background() -> None:
 def test_an_unknown_command_is_answered_with_those_there_are() -> None:
     done = subprocess.run([CHECKOUT / "dev", "tets"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "setup, test, demo, chaos, run" in done.stderr
+    assert "setup, test, demo, chaos, mutants, run" in done.stderr
 
 
 def test_all_of_it_is_the_default(prepared: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

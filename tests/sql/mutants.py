@@ -17,6 +17,24 @@ from pathlib import Path
 from tests.sql.instrument import FUNCTIONS
 
 
+def replaced(text: str, changes: list[list[str]], what: str) -> str:
+    """`text` with each change made: old text, which must be there exactly once however it is broken into
+    lines, and new. `what` says where, if it is not."""
+    for old, new in changes:
+        pattern = r"\s+".join(map(re.escape, old.split()))
+        found = re.findall(pattern, text)
+        assert len(found) == 1, f"{what}: {len(found)} times: {old}"
+        text = text.replace(found[0], new)
+    return text
+
+
+def copy_of_checkout(directory: Path) -> Path:
+    """A copy below `directory` to put mistakes into, without what tools have left."""
+    copy = directory / "flowforge"
+    shutil.copytree(FUNCTIONS.parents[1], copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    return copy
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One way to make a mistake; `scenario` is the quickest that catches it. With `race`, the orders in which
@@ -37,12 +55,7 @@ class Mutant:
 
     def apply(self, text: str) -> str:
         """The text of the file with the mistake in it; what is to be replaced must be there exactly once."""
-        for old, new in self.changes:
-            pattern = r"\s+".join(map(re.escape, old.split()))
-            found = re.findall(pattern, text)
-            assert len(found) == 1, f"{self.name}: {len(found)} times in {self.file}: {old}"
-            text = text.replace(found[0], new)
-        return text
+        return replaced(text, self.changes, f"{self.name}: {self.file}")
 
 
 MUTANTS = [
@@ -55,8 +68,7 @@ MUTANTS = [
 def _failures(mutant: Mutant) -> list[str]:
     """The SQL tests that fail with the mistake."""
     with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / "flowforge"
-        shutil.copytree(FUNCTIONS.parents[1], copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        copy = copy_of_checkout(Path(directory))
         path = copy / "sql" / "functions" / mutant.file
         path.write_text(mutant.apply(path.read_text()))
         done = subprocess.run(

@@ -1,6 +1,5 @@
 """Each mistake that the functions must not have, put into them, is caught; see docs/seeded-mistakes.md."""
 
-import re
 from collections.abc import Iterator
 
 import psycopg
@@ -40,17 +39,6 @@ def laboratory(pg_server: PostgresServer, template: NoopExecutor) -> Iterator[La
         laboratory.control.execute("set statement_timeout = '20 s'")
         define_workflows(laboratory)
         yield laboratory
-
-
-def test_the_document_lists_every_mistake() -> None:
-    """Each line of a mutant is there, and the tests of daemons that it names exist."""
-    root = FUNCTIONS.parents[1]
-    document = (root / "docs" / "seeded-mistakes.md").read_text()
-    assert [line for line in document.splitlines() if ".sql`: " in line] == [each.row for each in MUTANTS]
-    named = re.findall(r"`(tests/python/\w+\.py)::(\w+)`", document)
-    assert len(named) == 7
-    for path, name in named:
-        assert f"def {name}(" in (root / path).read_text()
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
