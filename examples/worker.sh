@@ -52,13 +52,14 @@ take_dispatch() {
 # once the claim is answered; else the message is in its queue again. "$@": the options that lead to the broker.
 take_message() {
     wait # until the last one is acknowledged
+    if [ -n "$ended" ]; then return; fi
     rm -f "$scratch/message."* && : >"$scratch/answer"
     message=$scratch/message.$claim_id
     amqp-consume "$@" -q "$exchange.$queue" -c 1 -- sh -c 'cat >"$0.new" && mv "$0.new" "$0"
         until [ -e "$0.answered" ]; do [ -e "$0" ] && kill -0 "$1" && sleep 0.1 || exit 1; done' "$message" $$ &
-    consumer=$!
+    consumer=$! since=$SECONDS # a minute at most: it is not told when its queue is deleted, and made anew
     until [ -e "$message" ]; do
-        if [ -n "$ended" ]; then kill $consumer 2>/dev/null; fi
+        if [ -n "$ended" ] || [ $((SECONDS - since)) -ge 60 ]; then kill $consumer 2>/dev/null; fi
         if ! kill -0 $consumer 2>/dev/null; then sleep 1; return; fi
         announce
         sleep 0.1
@@ -67,16 +68,17 @@ take_message() {
         (body->>'dispatch_id')::uuid, :'worker', :'claim_id', '30 s')" "$message"
     case $? in
         0) true ;;
-        1) timeout 60 amqp-publish "$@" -p -e "$exchange.dead" <"$message" ;;
+        # With a consumer that has died it is only what has come of a message, which is in its queue again.
+        1) kill -0 $consumer 2>/dev/null && timeout 60 amqp-publish "$@" -p -e "$exchange.dead" <"$message" ;;
         *) false ;;
-    esac && touch "$message.answered" || kill $consumer
+    esac && touch "$message.answered" || { kill $consumer 2>/dev/null; sleep 1; }
 }
 
 release() { ask "select flowforge.release_task_run($id, $token, '$1')"; }
 
 finish() { # outcome, output, error, which of them is in which file
     ask "select flowforge.finish_task_run($id, $token, '$1', $2, $3, true)" "$4"
-    if [ $? = 1 ]; then
+    if [ $? = 1 ] && [ "$1" = succeeded ]; then
         ask "select flowforge.finish_task_run($id, $token, 'failed', null, 'the output cannot be stored', false)"
     fi
 }
@@ -101,7 +103,7 @@ run() { # the task run $id under $token
     if [ -n "$why" ]; then kill -s KILL -- -$pid 2>/dev/null; fi # with all that it has started
     wait $pid
     why=${why:-exit code $?}
-    { iconv -c -f UTF-8 -t UTF-8 <"$scratch/error" | tr -d '\000' && printf '%s' "$why"; } >"$scratch/told" 2>/dev/null
+    { echo "$why" && head -c 100000 "$scratch/error" | iconv -c -f UTF-8 -t UTF-8 | tr -d '\000'; } >"$scratch/told" 2>/dev/null
     case $why in
         lost) ;; # it is somebody else's: report nothing
         shutdown) release shutdown ;;
@@ -115,7 +117,7 @@ decode() { printf '%b' "${1//%/\\x}"; } # the percent-encoding of a URL
 
 shift $#
 if [ -n "${FLOWFORGE_AMQP_URL:-}" ]; then
-    url='^amqp://(([^:@/]*):([^@/]*)@)?([^]:@/[]+)(:([0-9]+))?(/(.*))?$'
+    url='^amqp://(([^:@/]*):([^@/]*)@)?([^]:@/[]+)(:([0-9]+))?(/([^?/]*))?$'
     [[ $FLOWFORGE_AMQP_URL =~ $url ]] || { echo 'FLOWFORGE_AMQP_URL is not amqp://user:password@host:port/vhost' >&2; exit 1; }
     set -- "${BASH_REMATCH[@]}" # 3: user, 4: password, 5: host, 7: port, 9: virtual host
     (umask 077 && printf 'username:%s\npassword:%s\n' "$(decode "${3:-guest}")" "$(decode "${4:-guest}")" >"$scratch/login")

@@ -14,6 +14,7 @@ import os
 import random
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -213,6 +214,7 @@ def call(
     An error with an SQLSTATE, or of an argument, changed nothing; without one it is not known. Either way the
     connection is idle or closed afterwards."""
     cursor = conn.cursor()
+    handled = sys.exc_info()[1]
     try:
         with conn.pipeline():
             conn.execute(_BEGIN)
@@ -220,7 +222,7 @@ def call(
             cursor.execute(query.encode(), params or None)
             conn.execute("commit")
     except BaseException as exc:
-        interruption = _interruption(exc)
+        interruption = _interruption(exc, handled)
         if interruption is None:
             _roll_back(conn)
             raise
@@ -229,12 +231,12 @@ def call(
     return cursor.fetchall() if cursor.description else []
 
 
-def _interruption(exc: BaseException | None) -> BaseException | None:
+def _interruption(exc: BaseException | None, handled: BaseException | None) -> BaseException | None:
     """What interrupted a call, such as Ctrl-C, though leaving the pipeline then has raised an error of its
-    own."""
-    while isinstance(exc, Exception):
+    own; not what was `handled` as it began."""
+    while isinstance(exc, Exception) and exc is not handled:
         exc = exc.__context__
-    return exc
+    return None if exc is handled else exc
 
 
 def _roll_back(conn: Connection) -> None:

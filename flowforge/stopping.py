@@ -170,6 +170,14 @@ def heard() -> list[signal.Signals]:
     return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
+def hang_up() -> None:
+    """As if by SIGHUP, also where that is ignored: whoever handles SIGTERM is told. From any thread of a
+    daemon, whose handlers only ask."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if callable(handler) and getattr(handler, "__module__", None) == __name__:
+        handler(signal.SIGHUP, None)
+
+
 def remember() -> None:
     """From now on SIGTERM, SIGINT, and SIGHUP unless it is ignored, wait for `signals`, and leave the exit
     code alone after it. For programs, in their main thread."""

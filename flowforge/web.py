@@ -83,8 +83,10 @@ def serve(config: Config, host: str, port: int, ready: Callable[[str], None]) ->
     _check_login(config)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # First, since create_server leaves its socket open over what is no name.
+        socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
         listening = socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError, TypeError) as error:  # the last two of what is no name of a host
+    except (OSError, UnicodeError) as error:  # the latter of what is no name of a host
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot listen on {host!r} port {port}: {why}") from None
     stop = Stop()

@@ -114,6 +114,7 @@ def run_tests(tests: Sequence[str], checkout: Path) -> tuple[dict[str, tuple[str
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is passed on once
             )
             try:
                 process.wait()
@@ -123,11 +124,19 @@ def run_tests(tests: Sequence[str], checkout: Path) -> tuple[dict[str, tuple[str
                 raise
         written = log.read_text(errors="replace")
         ran: dict[str, tuple[str, float]] = {}
-        for case in ET.parse(report).iter("testcase") if report.exists() else ():  # noqa: S314 -- pytest's
+        for case in _cases(report):
             # What fails in its fixtures' end as well is there a second time.
             if not ran.get(_id(case), ("", 0))[0]:
                 ran[_id(case)] = _failure(case), float(case.get("time", 0))
         return ran, written
+
+
+def _cases(report: Path) -> list[ET.Element]:
+    """None of a report that pytest, having been killed, has not written to its end."""
+    try:
+        return list(ET.parse(report).iter("testcase"))  # noqa: S314 -- pytest's
+    except (OSError, ET.ParseError):
+        return []
 
 
 def _id(case: ET.Element) -> str:

@@ -7,7 +7,6 @@ import errno
 import io
 import os
 import select
-import signal
 import socket
 import stat
 import sys
@@ -15,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from flowforge import log
+from flowforge import log, stopping
 from flowforge.exits import EXIT_OK, EXIT_PIPE
 
 PATIENCE = 1.0
@@ -36,6 +35,7 @@ class Messages(io.FileIO):
     _torn = False  # what was written last is the beginning of a message that was let go
     _daemon = False
     _own: io.FileIO | socket.socket | None = None  # by which nobody waits
+    _asks = False  # for room, first, since there is none
     _left, _since = PATIENCE, 0.0
 
     def write(self, data: Any, /) -> int:
@@ -46,6 +46,8 @@ class Messages(io.FileIO):
                 lost, self.lost = self.lost, 0
                 # Not to be left out, whatever the level.
                 log.of("log").error("read too slowly; lines were lost", count=lost)
+        except ValueError:  # closed by the main thread meanwhile
+            self.lost += 1
         except OSError as error:
             if error.errno == errno.EPIPE and not self.unread:
                 self.unread = True
@@ -56,13 +58,15 @@ class Messages(io.FileIO):
         """From now on the process is a daemon: it does not wait for its readers, and stops when they are
         gone. A log that nobody reads tells nothing, and handlers that print would fail."""
         self._daemon = True
-        with contextlib.suppress(OSError):
+        try:
             self._own = _without_waiting(self.fileno())
+        except OSError:  # such as of a pipe that another user made
+            self._asks = True
         self._stop()
 
     def serve_command(self) -> None:
         """No longer."""
-        self._daemon = False
+        self._daemon = self._asks = False
         own, self._own = self._own, None
         if own is not None:
             own.close()
@@ -73,11 +77,17 @@ class Messages(io.FileIO):
 
     def _send(self, data: memoryview | bytes) -> int | None:
         """How much was written, or None."""
-        if isinstance(self._own, socket.socket):
+        own = self._own
+        if isinstance(own, socket.socket):
             with contextlib.suppress(BlockingIOError):
-                return self._own.send(data, socket.MSG_DONTWAIT)
+                return own.send(data, socket.MSG_DONTWAIT)
             return None
-        return super().write(data) if self._own is None else self._own.write(data)
+        if own is not None:
+            return own.write(data)
+        if not self._asks:
+            return super().write(data)
+        # A pipe takes so much whole, or has no room for it.
+        return super().write(data[: select.PIPE_BUF]) if self._has_room() else None
 
     def _written(self, left: memoryview) -> bool:
         """Whether all of it was."""
@@ -98,19 +108,16 @@ class Messages(io.FileIO):
         begun = time.monotonic()
         if begun - self._since > PATIENCE_FOR:
             self._left, self._since = PATIENCE, begun
-        if self._left <= 0:
-            return False
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
-        found = poll.poll(self._left * 1000)
+        found = poll.poll(max(0.0, self._left) * 1000)
         self._left -= time.monotonic() - begun
         return bool(found)
 
     def _stop(self) -> None:
         if self._daemon and self.unread:
             # Which counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
-            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
+            stopping.hang_up()
 
 
 def _without_waiting(fileno: int) -> io.FileIO | socket.socket | None:
@@ -118,7 +125,11 @@ def _without_waiting(fileno: int) -> io.FileIO | socket.socket | None:
     who share it; None for what makes nobody wait. Raises OSError where it cannot be had."""
     mode = os.fstat(fileno).st_mode
     if stat.S_ISSOCK(mode):
-        return socket.socket(fileno=os.dup(fileno))
+        blocking = os.get_blocking(fileno)
+        peer = socket.socket(fileno=os.dup(fileno))
+        peer.settimeout(None)  # whatever is the default: with one, Python itself waits
+        os.set_blocking(fileno, blocking)
+        return peer
     if not stat.S_ISFIFO(mode) and not os.isatty(fileno):
         return None
     # Opened anew: to be made non-blocking, a duplicate would be one with theirs.

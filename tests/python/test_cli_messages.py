@@ -37,6 +37,10 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     os.close(writer)
 
 
+def refuse(_: int) -> NoReturn:
+    raise PermissionError
+
+
 def daemon(writer: int) -> Any:
     raw = Messages(writer, "w", closefd=False)
     raw.serve_daemon()
@@ -101,6 +105,45 @@ def test_the_notice_does_not_part_a_line(ends: tuple[int, int]) -> None:
     assert "lines were lost" in lines[1]
 
 
+def test_where_no_description_of_its_own_can_be_had_there_is_no_waiting_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as of a pipe that another user has made."""
+    monkeypatch.setattr(messages, "_without_waiting", refuse)
+    reader, writer = os.pipe()
+    raw = daemon(writer)
+    assert raw._own is None
+
+    def fill() -> None:
+        while raw.lost < 3:
+            raw.write(b"x" * 9999 + b"\n")
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    drained(reader)
+    raw.write(b"there is room\n")
+    assert drained(reader).startswith(b"\nthere is room\n")
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_time_out_that_sockets_have_by_default_is_none_of_the_log_s() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.setdefaulttimeout(3600)
+        try:
+            raw = daemon(theirs.fileno())
+        finally:
+            socket.setdefaulttimeout(None)
+        assert theirs.getblocking()
+        assert os.get_blocking(theirs.fileno())
+        while not raw.lost:
+            raw.write(b"x" * 4096)
+        raw.close()
+
+
 def test_patience_is_not_begun_anew_by_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a slow reader would set the pace of all threads."""
     monkeypatch.setattr(messages, "PATIENCE_FOR", 3600.0)
@@ -108,15 +151,22 @@ def test_patience_is_not_begun_anew_by_each_line(monkeypatch: pytest.MonkeyPatch
     raw = daemon(writer)
     while raw._left > 0:
         raw.write(b"x" * 4095 + b"\n")
+    waits = []
 
-    def poll() -> NoReturn:
-        raise AssertionError("it waits again")
+    class Poll:
+        def register(self, *_: int) -> None: ...
 
-    monkeypatch.setattr(select, "poll", poll)
+        def poll(self, timeout: float) -> list[int]:
+            waits.append(timeout)
+            return []
+
+    monkeypatch.setattr(select, "poll", Poll)
     for _ in range(100):
         os.read(reader, 4096)
         raw.write(b"x" * 4095 + b"\n")
         raw.write(b"x" * 4095 + b"\n")
+    assert len(waits) >= 100
+    assert set(waits) == {0.0}
     os.close(reader)
     os.close(writer)
 

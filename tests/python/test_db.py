@@ -201,6 +201,16 @@ def test_an_interrupted_call_ends_as_interrupted(
     assert conn.closed
 
 
+def test_a_call_in_what_handles_an_interruption_has_errors_of_its_own(conn: database.Connection) -> None:
+    """Such as a cancel after Ctrl-C."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(psycopg.errors.DivisionByZero):
+            database.call(conn, "select 1 / 0")
+    assert database.call(conn, "select 1") == [(1,)]
+
+
 def test_what_is_no_name_of_a_host_is_told_as_a_fault_of_the_connection_string() -> None:
     with pytest.raises(ConfigError, match=r"host 'a\.\.b': .*label"):
         database.connect("host=a..b", application_name="test")
