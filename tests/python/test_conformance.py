@@ -317,7 +317,7 @@ def test_the_worker_in_shell_reports_what_is_no_text(
         query = "select error from flowforge.task_run where state = 'failed' order by 1"
         wait_until(lambda: connection.execute(query).rowcount == 2, "both failures", 60)
         assert connection.execute(query).fetchall() == [
-            ("caf!exit code 1",),
+            ("exit code 1\ncaf!",),
             ("the output cannot be stored",),
         ]
     worker.terminate()
