@@ -1,5 +1,6 @@
 """Requests to stop: none is lost, and what only connects is given up at once."""
 
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flowforge import connecting, exits
+from flowforge import connecting, exits, stopping
 from flowforge.config import Config
 from flowforge.db import Connection
 from flowforge.listen import Listener
@@ -61,6 +62,25 @@ def test_no_request_is_lost_whenever_it_comes() -> None:
         called.clear()
         stop.on_request(lambda: called.append(1))
     assert instruction > 5
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)])
+def test_the_end_of_a_terminal_and_another_signal_are_one_whenever_it_comes(signals: tuple[int, int]) -> None:
+    """At any instruction of the judgement of the first."""
+    code = stopping._Requests.counts.__code__
+    first, second = signals
+    instruction, came = 0, True
+    while came:
+        which, counted, instruction = stopping._Requests(), list[bool](), instruction + 1
+        came = interrupted(
+            lambda: counted.append(which.counts(first, False)),  # noqa: B023 -- called at once
+            code,
+            instruction,
+            lambda: counted.append(which.counts(second, False)),  # noqa: B023
+        )
+        if came:
+            assert sorted(counted) == [False, True], f"before instruction {instruction}"
+    assert instruction > 20
 
 
 def test_no_early_signal_is_lost_whenever_it_comes() -> None:
