@@ -48,8 +48,14 @@ class Times:
         return found
 
 
+# The client among them: without it there is nothing to do.
 _SERVICES = frozenset(
-    ["database", "broker", *(role.name for role in ROLES if role.kind in ("scheduler", "publisher"))]
+    [
+        "database",
+        "broker",
+        "client",
+        *(role.name for role in ROLES if role.kind in ("scheduler", "publisher")),
+    ]
 )
 _HARMLESS = ("NOTIFY off", "clock shifted")
 
@@ -151,7 +157,7 @@ def _longest_pause(moments: list[float], began: float, wanted: list[float] | Non
 
 
 def _disturbed(faults: Iterable[Fault], own: Fault, since: float, until: float) -> bool:
-    """Whether another fault of a server, a scheduler or a publisher fell in that time."""
+    """Whether another fault of a server, a scheduler, a publisher or the client fell in that time."""
     return any(
         fault is not own and fault.done and fault.kind not in _HARMLESS and fault.target in _SERVICES
         and fault.began is not None and fault.began <= until and (fault.ended or fault.began) + 1 >= since
