@@ -21,7 +21,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 import psycopg
 from psycopg import conninfo
 
-from flowforge import arguments, db, tracing
+from flowforge import arguments, cutoff, db, tracing
 from flowforge.config import Config
 from flowforge.definition import Duration, Workflow
 from flowforge.errors import (
@@ -410,7 +410,7 @@ class Client:
                 is_new = self._connection is None
                 connection = self._connected(ends, check=not repeatable)
                 try:
-                    with db.answered_within(connection, max(0.0, ends - time.monotonic())):
+                    with cutoff.answered_within(connection, max(0.0, ends - time.monotonic())):
                         answer = work(connection)
                 except DatabaseError:  # of a transaction that was undone
                     self._used_at = time.monotonic()
@@ -436,7 +436,7 @@ class Client:
         """
         if self._connection is not None and check and time.monotonic() - self._used_at > _IDLE_BEFORE_CHECK:
             try:
-                with db.answered_within(self._connection, min(_CHECK_LIMIT, ends - time.monotonic())):
+                with cutoff.answered_within(self._connection, min(_CHECK_LIMIT, ends - time.monotonic())):
                     self._connection.execute("select")
             except psycopg.Error:
                 self._drop()

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psycopg
 
-from flowforge import db, threads
+from flowforge import cutoff, db, threads
 from flowforge.config import Config
 from flowforge.errors import (
     DatabaseError,
@@ -95,7 +95,7 @@ def connect(config: Config, daemon: str, stop: Stop, functions: Iterable[str], r
 
 def _checked(conn: db.Connection, functions: Iterable[str], role: str) -> db.Connection:
     try:
-        with db.guard(conn, CHECK_LIMIT):
+        with cutoff.guard(conn, CHECK_LIMIT):
             check_start(conn, functions, role)
     except OSError as exc:  # no descriptor left for the guard
         conn.close()

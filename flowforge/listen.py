@@ -13,7 +13,7 @@ from threading import Event, Thread
 import psycopg
 from psycopg import sql
 
-from flowforge import db, log
+from flowforge import cutoff, db, log
 from flowforge.waking import Waker, readable
 
 SELF_TEST_SECONDS = 2.0
@@ -108,7 +108,7 @@ class Listener(Thread):
                         self._log.warning("LISTEN hears nothing (a pooler?); going on by polling only")
                         return
                     tested = True
-                    with db.guard(conn, self._check_timeout):
+                    with cutoff.guard(conn, self._check_timeout):
                         for channel in self._channels:
                             conn.execute(sql.SQL("listen {}").format(sql.Identifier(channel)))
                     if lost:
@@ -139,7 +139,7 @@ class Listener(Thread):
         )
 
     def _tested(self, conn: db.Connection) -> bool:
-        with db.guard(conn, SELF_TEST_SECONDS + self._check_timeout):
+        with cutoff.guard(conn, SELF_TEST_SECONDS + self._check_timeout):
             return hears(conn, self._connect)
 
     def _relay(self, conn: db.Connection) -> None:
@@ -149,7 +149,7 @@ class Listener(Thread):
             ready = readable(self._check_every, stop, notes)
             if stop in ready:
                 return
-            with db.guard(conn, self._check_timeout):
+            with cutoff.guard(conn, self._check_timeout):
                 if not ready:
                     conn.execute("select 1")
                 heard = sum(1 for _ in conn.notifies(timeout=0))

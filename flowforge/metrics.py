@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
 
-from flowforge import __version__, db, log, threads
+from flowforge import __version__, cutoff, db, log, threads
 from flowforge.config import Config, called
 from flowforge.errors import ConfigError, first_line
 from flowforge.extras import installing
@@ -241,7 +241,7 @@ class Figures:
                     connect_timeout=config.connect_timeout,
                     prepared_statements=False,
                 ) as conn,
-                db.guard(conn, STATEMENT_TIMEOUT / 1000 + 5),
+                cutoff.guard(conn, STATEMENT_TIMEOUT / 1000 + 5),
                 conn.transaction(),
             ):
                 conn.execute(f"set local statement_timeout = {STATEMENT_TIMEOUT}".encode())

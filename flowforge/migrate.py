@@ -27,7 +27,7 @@ import psycopg
 from psycopg import errors as pg
 from psycopg import sql
 
-from flowforge import db, log
+from flowforge import cutoff, db, log
 from flowforge.crash import crash_point
 from flowforge.errors import MissingPrivilege, SchemaError, from_database
 
@@ -105,7 +105,7 @@ def migrate(dsn: str, create_roles: bool = True, *, directory: Path | None = Non
     directory = directory or _own_directory()
     try:
         with db.connect(dsn, application_name="flowforge migrate") as conn:
-            with db.answered_within(conn, ANSWER_LIMIT):
+            with cutoff.answered_within(conn, ANSWER_LIMIT):
                 _check_server(conn)
             # So that the locks of a killed runner go at once, and those of one that stands still soon.
             conn.execute("set client_connection_check_interval = '1s'")

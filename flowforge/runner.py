@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import psycopg
 
-from flowforge import db, exits, log, threads
+from flowforge import cutoff, db, exits, log, threads
 from flowforge.config import Config
 from flowforge.connecting import connect
 from flowforge.errors import (
@@ -122,7 +122,7 @@ class _Loop:
         # Apart: a database that is lost once the broker has been away for long is asked again at once.
         self.backoff, self.broker_backoff = db.Backoff(), db.Backoff()
         self.conn: db.Connection | None = None
-        self.cutoff: db.Cutoff | None = None
+        self.cutoff: cutoff.Cutoff | None = None
         self.listener: Listener | None = None
         self.started = False
         self.counts: Counter[str] = Counter()
@@ -171,7 +171,7 @@ class _Loop:
         while not self.stop.requested:
             try:
                 conn = self._connection()
-                with db.guard(conn, self.daemon.tick_limit):
+                with cutoff.guard(conn, self.daemon.tick_limit):
                     moved = self.daemon.tick(conn)
                     wait = None if moved else self.daemon.pause(conn)
                 self._worked()
@@ -209,7 +209,7 @@ class _Loop:
             self.conn = connect(
                 self.config, self.daemon.name, self.stop, self.daemon.functions, self.daemon.role
             )
-            self.cutoff = db.Cutoff(self.conn)
+            self.cutoff = cutoff.Cutoff(self.conn)
             self.daemon.on_connect()
             if self.listener is None and self.daemon.channels:
                 listener = Listener(

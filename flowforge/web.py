@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psycopg
 from psycopg.rows import dict_row, tuple_row
 
-from flowforge import connecting, db, log, threads
+from flowforge import connecting, cutoff, db, log, threads
 from flowforge.config import Config
 from flowforge.errors import (
     ConfigError,
@@ -238,7 +238,7 @@ def _reading(config: Config, rows: Any = dict_row) -> Generator[psycopg.Connecti
     )
     connection.row_factory = rows
     connection.read_only = True
-    with connection, db.guard(connection, LIMIT), connection.transaction():
+    with connection, cutoff.guard(connection, LIMIT), connection.transaction():
         connection.execute(f"set local statement_timeout = '{STATEMENT_TIMEOUT}'")
         yield connection
 

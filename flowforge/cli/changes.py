@@ -84,7 +84,7 @@ def snapshot(connection: db.Connection, run_id: int) -> Snapshot:
 
 def snapshots(connection: db.Connection, run_id: int, timeout: float | None = None) -> Iterator[Snapshot]:
     """The run as it stands, again and again; the last one has ended. Raises NotFound, WaitTimeout."""
-    from flowforge.db import answered_within
+    from flowforge.cutoff import answered_within
 
     deadline = None if timeout is None else time.monotonic() + timeout
     executions: object = None

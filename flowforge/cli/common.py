@@ -282,7 +282,7 @@ def select(
     """The rows of a query as dictionaries. It has `limit` seconds, or ANSWER_LIMIT."""
     from psycopg.rows import dict_row
 
-    from flowforge.db import answered_within
+    from flowforge.cutoff import answered_within
 
     with (
         answered_within(connection, limit or ANSWER_LIMIT),

@@ -28,7 +28,7 @@ def warn_of_unregistered(config: Config, workflows: Sequence[Workflow]) -> None:
     """
     import psycopg
 
-    from flowforge import db, log
+    from flowforge import cutoff, db, log
 
     handlers = [handler for workflow in workflows for handler in workflow.handlers]
     names = [workflow.name for workflow in workflows]
@@ -40,7 +40,7 @@ def warn_of_unregistered(config: Config, workflows: Sequence[Workflow]) -> None:
                 connect_timeout=min(config.connect_timeout, _PATIENCE),
                 prepared_statements=config.prepared_statements,
             ) as connection,
-            db.guard(connection, _PATIENCE),
+            cutoff.guard(connection, _PATIENCE),
         ):
             values = [list(config.queues), handlers, _NAMES, names]
             found = db.call(connection, _LOOK, values, lock_timeout=1.0)

@@ -8,7 +8,7 @@ import time
 import psycopg
 from psycopg import errors as pg
 
-from flowforge import connecting, db
+from flowforge import connecting, cutoff, db
 from flowforge.config import called
 from flowforge.doctor.setup import (
     MOMENT,
@@ -95,7 +95,7 @@ def _tls(setup: Setup, said: str) -> str:
 
 def _answers(setup: Setup) -> Verdict:
     try:
-        with db.guard(setup.conn, MOMENT):
+        with cutoff.guard(setup.conn, MOMENT):
             ((setup.login, setup.database),) = setup.rows(
                 "select session_user::text, current_database()::text"
             )

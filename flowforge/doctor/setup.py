@@ -13,7 +13,7 @@ import psycopg
 from psycopg import errors as pg
 from psycopg import sql
 
-from flowforge import db
+from flowforge import cutoff, db
 from flowforge.broker.probe import Probe, QueueState
 from flowforge.config import Config
 from flowforge.errors import ConfigError, MissingPrivilege, SchemaError, first_line
@@ -109,7 +109,7 @@ class Setup:
         psycopg.Error."""
         began = time.monotonic()
         try:
-            with self.connect(prepared=prepared) as conn, db.guard(conn, MOMENT):
+            with self.connect(prepared=prepared) as conn, cutoff.guard(conn, MOMENT):
                 yield conn
         except psycopg.OperationalError as error:
             if time.monotonic() - began < MOMENT:
@@ -188,7 +188,7 @@ class Setup:
         try:
             if self._conn is None or db.connection_lost(self._conn):
                 return check(self)  # which asks nothing of it
-            with db.guard(self._conn, _CHECK_SECONDS):
+            with cutoff.guard(self._conn, _CHECK_SECONDS):
                 return check(self)
         except pg.QueryCanceled:
             return skipped(f"the answer took longer than {_STATEMENT_SECONDS} s")

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import psycopg
 
-from flowforge import db, log
+from flowforge import cutoff, db, log
 from flowforge.crash import crash_point
 from flowforge.errors import first_line
 from flowforge.listen import hears
@@ -114,7 +114,7 @@ class QueueClaimer(Claimer):
         if conn is None or not self._hears:
             return False
         try:
-            with db.guard(conn, 5):
+            with cutoff.guard(conn, 5):
                 return sum(1 for _ in conn.notifies(timeout=0)) > 0
         except (psycopg.Error, OSError) as exc:
             # The next claim makes another, and looks at everything.

@@ -18,7 +18,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from flowforge import log
-from flowforge.db import Connection, Cutoff, json_text
+from flowforge.cutoff import Cutoff
+from flowforge.db import Connection, json_text
 from flowforge.errors import Cancelled, NotStorable, PermanentError, TimeLimitExceeded
 from flowforge.worker.claim import Claim
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 
-from flowforge import db, log
+from flowforge import cutoff, db, log
 from flowforge.config import Config
 from flowforge.errors import ConfigError, first_line
 
@@ -48,7 +48,7 @@ class Session:
         self.purpose = purpose
         self._config, self._on_connect = config, on_connect
         self._conn: db.Connection | None = None
-        self._cutoff: db.Cutoff | None = None
+        self._cutoff: cutoff.Cutoff | None = None
         self._shorten: Callable[[float], None] | None = None
         self._backoff = db.Backoff()
         self.lost_since_answer = 0
@@ -93,7 +93,7 @@ class Session:
         try:
             conn = self._connected(limit)
             begun = time.monotonic()
-            with db.guard(conn, limit) as self._shorten:
+            with cutoff.guard(conn, limit) as self._shorten:
                 rows = db.call(conn, query, params, lock_timeout=lock_timeout or self._config.lock_timeout)
         except (psycopg.Error, ConfigError, OSError, MemoryError) as exc:
             if not self._is_lost(exc):
@@ -169,9 +169,9 @@ class Session:
         if self._conn is None:
             self._conn = conn = self.connect(limit)
             try:
-                self._cutoff = db.Cutoff(conn)
+                self._cutoff = cutoff.Cutoff(conn)
                 if self._on_connect is not None:
-                    with db.guard(conn, CALL_LIMIT):
+                    with cutoff.guard(conn, CALL_LIMIT):
                         self._on_connect(conn)
             except BaseException:
                 # Kept half prepared, it would stay so: it would never LISTEN.

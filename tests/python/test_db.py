@@ -1,15 +1,10 @@
-"""Connections: what they are set to, which errors pass, and that no call and no wait hangs for ever."""
+"""Connections: what they are set to, which errors pass, what a call answers."""
 
 import datetime
-import os
-import signal
 import socket
-import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -20,7 +15,6 @@ from psycopg.pq import TransactionStatus
 from psycopg.types.json import Jsonb
 
 from flowforge import db as database
-from flowforge import threads
 from flowforge.errors import (
     ConfigError,
     DatabaseError,
@@ -33,7 +27,6 @@ from flowforge.errors import (
     SchemaError,
     from_database,
 )
-from tests.python.proxy import Proxy
 from tests.python.shell import Shell
 from tests.python.workbench import LossyProxy
 from tests.services.database import Database
@@ -170,13 +163,6 @@ def test_a_password_that_a_message_quotes_is_masked(db: Database) -> None:
     for password in ("s", "no_such"):  # nor a part of a name, or one, which the hole would tell
         with pytest.raises(psycopg.OperationalError, match='"no_such" does not exist'):
             database.connect(f"{db.server.dsn('no_such')} password={password}", application_name="test")
-
-
-def test_a_call_that_is_not_answered_says_so(conn: database.Connection) -> None:
-    told = pytest.raises(psycopg.OperationalError, match=r"^no answer within 0\.1 s$")
-    with told, database.answered_within(conn, 0.1):
-        conn.execute("select pg_sleep(600)")
-    assert database.connection_lost(conn)
 
 
 def test_an_interrupted_call_ends_as_interrupted(
@@ -472,145 +458,3 @@ def test_backoff_grows_with_jitter_up_to_its_cap_and_starts_anew() -> None:
     assert len({database.Backoff().next() for _ in range(50)}) > 1
     for _ in range(2000):
         assert backoff.next() <= 8
-
-
-def test_a_guard_ends_a_call_whose_answer_never_comes(db: Database) -> None:
-    with Proxy(db.server.port) as proxy:
-        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable"
-        with database.connect(dsn, application_name="test") as conn:
-            with database.guard(conn, TIMEOUT):
-                conn.execute("select 1")
-            proxy.stalled = True
-            with pytest.raises(psycopg.OperationalError) as caught, database.guard(conn, 0.2):
-                conn.execute("select 1")
-            assert database.is_transient(caught.value)
-            assert database.connection_lost(conn)
-
-
-def test_guards_that_ended_sever_nothing_and_the_earliest_goes_first(db: Database) -> None:
-    with (
-        database.connect(db.dsn, application_name="a") as a,
-        database.connect(db.dsn, application_name="b") as b,
-    ):
-        with database.guard(a, 0.05):
-            pass
-        with database.guard(a, TIMEOUT), pytest.raises(psycopg.OperationalError), database.guard(b, 0.1):
-            b.execute("select pg_sleep(300)")
-        assert a.execute("select 1").fetchall() == [(1,)]
-
-
-def test_a_guard_that_cannot_start_its_thread_leaves_the_next_one_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    watchdog = database._Watchdog()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(threads.NoThread):
-                watchdog.add(ours.fileno(), TIMEOUT)
-        assert watchdog._open == {}
-        key = watchdog.add(ours.fileno(), 0.0)
-        theirs.settimeout(TIMEOUT)
-        assert theirs.recv(1) == b""
-        watchdog.remove(key)
-
-
-def test_a_guard_waits_as_long_again_for_who_has_not_read_an_answer_yet() -> None:
-    """Its thread has not come to it, beside one that computes; the server is not at fault."""
-    watchdog = database._Watchdog()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.settimeout(TIMEOUT)
-        theirs.send(b"an answer")
-        begun = time.monotonic()
-        key = watchdog.add(ours.fileno(), 0.2)
-        assert theirs.recv(1) == b""
-        assert time.monotonic() - begun >= 0.4
-        watchdog.remove(key)
-
-
-def test_guards_work_in_the_child_of_a_fork() -> None:
-    """Whatever another thread did at that moment. What is guarded in the parent is nothing to it."""
-    held, done = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with database._watchdog._changed:
-            held.set()
-            done.wait(TIMEOUT)
-
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.settimeout(TIMEOUT)
-        outer = database._watchdog.add(ours.fileno(), 3600)
-        holder = threading.Thread(target=hold)
-        holder.start()
-        held.wait(TIMEOUT)
-        if (child := os.fork()) == 0:
-            signal.alarm(int(TIMEOUT))
-            key = database._watchdog.add(ours.fileno(), 0.0)
-            heard = theirs.recv(1)
-            database._watchdog.remove(key)
-            database._watchdog.remove(outer)
-            os._exit(0 if heard == b"" and database._watchdog._open == {} else 1)
-        done.set()
-        holder.join()
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        database._watchdog.remove(outer)
-
-
-def test_a_guard_that_has_ended_leaves_nothing_behind(db: Database) -> None:
-    """However far away its end was."""
-
-    def kept() -> int:
-        held = [each for each in vars(database._watchdog).values() if isinstance(each, dict | list)]
-        return sum(map(len, held)) + len(list(Path("/proc/self/fd").iterdir()))
-
-    with database.connect(db.dsn, application_name="a") as conn, database.guard(conn, TIMEOUT):
-        before = kept()
-        for _ in range(1000):
-            with database.guard(conn, TIMEOUT):
-                assert kept() > before
-        assert kept() == before
-        assert conn.execute("select 1").fetchone() == (1,)
-
-
-def test_a_guard_may_be_shortened_by_another_thread_and_not_once_it_has_ended(db: Database) -> None:
-    with database.connect(db.dsn, application_name="a") as conn:
-        with database.guard(conn, 3600) as ended:
-            pass
-        ended(0)
-        with database.guard(conn, 3600) as shorten:
-            shorten(7200)
-            timer = threading.Timer(0.1, shorten, [0.1])
-            timer.start()
-            with pytest.raises(psycopg.OperationalError):
-                conn.execute("select pg_sleep(300)")
-            timer.join()
-
-
-def test_a_cutoff_ends_a_call_and_never_raises_nor_strikes_another(db: Database) -> None:
-    """Whatever has become of the connection: in use, lost and noticed, or closed, and its descriptor given to
-    the next one."""
-    with database.connect(db.dsn, application_name="a") as conn:
-        cutoff = database.Cutoff(conn)
-        timer = threading.Timer(0.1, cutoff.cut)
-        timer.start()
-        with pytest.raises(psycopg.OperationalError):
-            conn.execute("select pg_sleep(300)")
-        timer.join()
-        with pytest.raises(psycopg.OperationalError):
-            conn.fileno()
-        cutoff.cut()
-        with pytest.raises(psycopg.OperationalError):
-            database.Cutoff(conn)
-    with database.connect(db.dsn, application_name="b") as other:
-        cutoff.cut()
-        cutoff.close()
-        with database.connect(db.dsn, application_name="c") as third:
-            cutoff.cut()
-            cutoff.close()
-            assert [each.execute("select 1").fetchone() for each in (other, third)] == [(1,), (1,)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowforge import connecting, db, exits, stopping, up
+from flowforge import connecting, cutoff, exits, stopping, up
 from flowforge.cli.telling import tell
 from flowforge.config import Config
 from flowforge.errors import DatabaseUnavailable
@@ -89,7 +89,7 @@ def test_a_guard_for_which_there_is_no_thread_is_as_one_without_a_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The daemons outlast that. The next one has its thread."""
-    watchdog = db._Watchdog()
+    watchdog = cutoff._Watchdog()
     ours, theirs = socket.socketpair()
     with ours, theirs:
         with monkeypatch.context() as patch:
