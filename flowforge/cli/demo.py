@@ -58,7 +58,7 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
         out.print("Starting PostgreSQL, scheduler and worker …")
 
     def show(dsn: str, run_id: int) -> None:
-        from flowforge.cli.changes import snapshots
+        from flowforge.cli.snapshots import snapshots
         from flowforge.cli.watch import follow
 
         if as_json:

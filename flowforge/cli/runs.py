@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowforge.cli.changes import goes_on
 from flowforge.cli.common import (
     ANSWER_LIMIT,
     Integer,
@@ -32,6 +31,7 @@ from flowforge.cli.common import (
     select,
     state_text,
 )
+from flowforge.cli.snapshots import goes_on
 from flowforge.cli.watch import follow, looks_at, telling_how_to_go_on
 from flowforge.errors import (
     DatabaseUnavailable,

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowforge.cli.changes import (
-    Changes,
-    Snapshot,
-    change_line,
-    fraction_of,
-    goes_on,
-    is_expanded,
-    lasting_snapshots,
-)
+from flowforge.cli.changes import Changes, change_line, fraction_of, is_expanded
 from flowforge.cli.common import (
     STATES,
     console,
@@ -34,6 +26,7 @@ from flowforge.cli.common import (
     seconds,
     state_text,
 )
+from flowforge.cli.snapshots import Snapshot, goes_on, lasting_snapshots
 from flowforge.errors import DatabaseUnavailable, WaitTimeout, first_line
 from flowforge.exits import EXIT_FAILED
 from flowforge.log import visible

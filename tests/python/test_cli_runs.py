@@ -14,8 +14,9 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from flowforge import Client, Workflow, exits
-from flowforge.cli.changes import Changes, snapshots
+from flowforge.cli.changes import Changes
 from flowforge.cli.runs import runs_query
+from flowforge.cli.snapshots import snapshots
 from flowforge.config import Config
 from flowforge.log import visible
 from tests.python.orders import ESCAPES, broken, fails_at_first, flow, glad, on_terminal, sad, ten, work

@@ -13,8 +13,9 @@ from click.testing import Result
 from psycopg.conninfo import conninfo_to_dict
 
 from flowforge import Client, Workflow, exits
-from flowforge.cli.changes import Changes, change_line, snapshot, snapshots
+from flowforge.cli.changes import Changes, change_line
 from flowforge.cli.common import database, duration
+from flowforge.cli.snapshots import snapshot, snapshots
 from flowforge.config import Config
 from flowforge.db import Connection
 from flowforge.errors import DatabaseUnavailable
@@ -261,7 +262,7 @@ def test_a_server_that_stands_still_is_not_waited_for(
     """Beyond --timeout; and without one no longer than for a minute."""
     shell("trigger", "orders")
     monkeypatch.setattr("flowforge.cli.common.ANSWER_LIMIT", 0.2)
-    for limit in ("flowforge.cli.changes._LAST_LOOK", "flowforge.cli.runs._MOMENT"):
+    for limit in ("flowforge.cli.snapshots._LAST_LOOK", "flowforge.cli.runs._MOMENT"):
         monkeypatch.setattr(limit, 0.1)
     with db.connect() as other, other.transaction():
         other.execute("lock table flowforge.run in access exclusive mode")
