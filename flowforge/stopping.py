@@ -189,14 +189,27 @@ def remember() -> None:
     atexit.register(_end)
 
 
+_masks = threading.local()  # of signals, before the fork that the thread is about to make
+
+
+def _hold_signals() -> None:
+    """Until the child of a fork has handlers of its own: what came before would be asked of its parent."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _let_signals_come() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
 def _leave_to_parent() -> None:
     """In the child of a fork, such as a handler makes, the signals are nobody's requests: they end it."""
     for number in SIGNALS:
         if getattr(signal.getsignal(number), "__module__", None) == __name__:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _let_signals_come()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_leave_to_parent)
 
 _at_end: list[Callable[[], None]] = []
 

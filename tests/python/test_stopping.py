@@ -73,10 +73,13 @@ def unwritable(request: pytest.FixtureRequest) -> Iterator[int]:
             os.close(each)
 
 
-POOL = """
-def pool():
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        return pool.map(abs, [1, -2])
+CHILD = """
+def child(ctx):
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    forked.start()
+    forked.terminate()
+    forked.join()
+    return forked.exitcode
 """
 WORKFLOW = """
 from flowforge import Workflow
@@ -177,7 +180,7 @@ def test_children_that_a_handler_forks_end_by_the_signals_that_stop_the_worker(
 ) -> None:
     """And ask the worker nothing."""
     (tmp_path / "own.py").write_text(
-        f"import multiprocessing{WORKFLOW}".replace("lambda ctx: None", "lambda ctx: pool()") + POOL
+        f"import multiprocessing, time\n{CHILD}{WORKFLOW}".replace("lambda ctx: None", "child")
     )
     with Client(db.dsn) as client, running(Config(database_url=db.dsn)):
         client.define({"name": "w", "tasks": [{"name": "task"}]})
@@ -187,9 +190,12 @@ def test_children_that_a_handler_forks_end_by_the_signals_that_stop_the_worker(
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
         ) as process:
-            assert client.wait(run, timeout=TIMEOUT).outputs == {"task": [1, 2]}
-            process.terminate()
-            assert process.wait(TIMEOUT) == 0
+            try:
+                assert client.wait(run, timeout=TIMEOUT).outputs == {"task": -signal.SIGTERM}
+                process.terminate()
+                assert process.wait(TIMEOUT) == 0
+            finally:
+                process.kill()
 
 
 def test_a_log_that_is_read_too_slowly_holds_up_no_daemon(db: Database) -> None:
