@@ -57,6 +57,9 @@ _SERVICES = frozenset(
         *(role.name for role in ROLES if role.kind in ("scheduler", "publisher")),
     ]
 )
+# Other workers take over what a worker held, or start what a broker brings again.
+_BY_WORKERS = ("worker killed: task run taken over", "broker back: first task run started by it")
+_EVERYBODY = _SERVICES | {each.name for each in ROLES}
 _HARMLESS = ("NOTIFY off", "clock shifted")
 
 
@@ -66,7 +69,8 @@ def recoveries(evidence: Evidence) -> dict[str, Times]:
 
     def add(name: str, fault: Fault, until: float, since: float) -> None:
         times, took = found[name], until - since
-        if _disturbed(evidence.faults, fault, since, until):
+        among = _EVERYBODY if name in _BY_WORKERS else _SERVICES
+        if _disturbed(evidence.faults, fault, since, until, among):
             times.others.append(took)
             return
         times.alone.append(took)
@@ -156,10 +160,12 @@ def _longest_pause(moments: list[float], began: float, wanted: list[float] | Non
     return max(wait(earlier, later) for earlier, later in itertools.pairwise(around))
 
 
-def _disturbed(faults: Iterable[Fault], own: Fault, since: float, until: float) -> bool:
-    """Whether another fault of a server, a scheduler, a publisher or the client fell in that time."""
+def _disturbed(
+    faults: Iterable[Fault], own: Fault, since: float, until: float, among: frozenset[str]
+) -> bool:
+    """Whether another fault of those fell in that time."""
     return any(
-        fault is not own and fault.done and fault.kind not in _HARMLESS and fault.target in _SERVICES
+        fault is not own and fault.done and fault.kind not in _HARMLESS and fault.target in among
         and fault.began is not None and fault.began <= until and (fault.ended or fault.began) + 1 >= since
         for fault in faults
     )  # fmt: skip
