@@ -15,8 +15,7 @@ from typing import NoReturn
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flowforge import db as database
-from flowforge import metrics
+from flowforge import cutoff, metrics
 from flowforge.config import Config
 from flowforge.errors import ConfigError
 from flowforge.exits import EXIT_CONFIG
@@ -189,7 +188,7 @@ def test_figures_are_read_again_after_the_system_has_refused_something(
             assert not readable()
         assert readable()
         with monkeypatch.context() as lacking:
-            lacking.setattr(database, "guard", refuse(OSError(errno.EMFILE, "Too many open files")))
+            lacking.setattr(cutoff, "guard", refuse(OSError(errno.EMFILE, "Too many open files")))
             assert not readable()
         assert readable()
     finally:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import psycopg
 import pytest
 
-from flowforge import connecting, exits, log, runner
+from flowforge import connecting, cutoff, exits, log, runner
 from flowforge import db as database
 from flowforge.config import Config
 from flowforge.errors import (
@@ -226,7 +226,7 @@ def test_a_moment_without_descriptors_is_outlasted_and_shown(
 ) -> None:
     """While connecting, on a new connection, and in the guard of every tick."""
     full = "[Errno 24] Too many open files"
-    lacking = [(psycopg, "connect"), (database, "Cutoff"), (database, "guard")]
+    lacking = [(psycopg, "connect"), (cutoff, "Cutoff"), (cutoff, "guard")]
 
     def lacks(where: Any, name: str) -> None:
         real = getattr(where, name)
@@ -272,17 +272,18 @@ def test_a_moment_without_threads_is_outlasted(
     with Running(probe, config) as running:
         wait_until(lambda: len(refused) == 2 and running.health.state == "ok", "a tick")
 
+        enough = probe.ticks + 5
+
         def woken() -> bool:
-            ticks = probe.ticks
             with psycopg.connect(db.dsn, autocommit=True) as conn:
                 conn.execute("notify probe")
-            return probe.ticks > ticks
+            return probe.ticks >= enough
 
         wait_until(woken, "what the listener hears")
     assert running.code == exits.EXIT_OK
 
 
-@pytest.mark.parametrize(("where", "name"), [(psycopg, "connect"), (database, "guard")])
+@pytest.mark.parametrize(("where", "name"), [(psycopg, "connect"), (cutoff, "guard")])
 def test_a_connection_for_which_there_is_no_descriptor_may_be_had_later(
     config: Config, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
 ) -> None:
