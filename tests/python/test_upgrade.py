@@ -188,7 +188,7 @@ class Fleet:
     def complaints(self) -> list[dict[str, Any]]:
         """What was logged as wrong, but for the attempt that each element fails on purpose and for workers
         that were up sooner than the publisher."""
-        expected = ("attempt failed", "queues are missing on the broker")
+        expected = ("attempt failed", "more attempts failed", "queues are missing on the broker")
         return [
             entry
             for process in self.processes
