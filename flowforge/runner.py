@@ -45,6 +45,7 @@ class Daemon(ABC):
     functions: ClassVar[tuple[str, ...]]  # the database functions it calls, checked at the start
     channels: ClassVar[tuple[str, ...]] = ()  # notifications that wake it
     tick_limit: float = 60.0  # seconds after which a tick's connection is given up as dead
+    stop: Stop | None = None  # of whoever runs it: a tick of several parts looks at it between two of them
 
     def on_connect(self) -> None:  # noqa: B027 -- not every daemon needs it
         """Called with each new connection, before its first tick."""
@@ -117,6 +118,7 @@ def _run(daemon: Daemon, config: Config, stop: Stop, health: Health | None, *, a
 class _Loop:
     def __init__(self, daemon: Daemon, config: Config, stop: Stop, health: Health) -> None:
         self.daemon, self.config, self.stop, self.health = daemon, config, stop, health
+        daemon.stop = stop
         self.log = log.of(daemon.name)
         self.waker = Waker()
         # Apart: a database that is lost once the broker has been away for long is asked again at once.
@@ -173,7 +175,7 @@ class _Loop:
                 conn = self._connection()
                 with cutoff.guard(conn, self.daemon.tick_limit):
                     moved = self.daemon.tick(conn)
-                    wait = None if moved else self.daemon.pause(conn)
+                    wait = None if moved or self.stop.requested else self.daemon.pause(conn)
                 self._worked()
                 self.counts["found" if moved else "none"] += 1
                 if not moved:

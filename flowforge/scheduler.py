@@ -125,7 +125,13 @@ class Scheduler(Daemon):
             duty.due = 0.0
 
     def tick(self, conn: db.Connection) -> int:
-        moved = sum(self._perform(conn, duty) for duty in self._duties if duty.is_due())
+        moved = 0
+        for duty in self._duties:
+            # Where all of them wait for a lock, that is a time-out for each.
+            if self.stop is not None and self.stop.requested:
+                break
+            if duty.is_due():
+                moved += self._perform(conn, duty)
         self._busy = self._busy + 1 if moved else 0
         if self._asleep and self._busy >= _BUSY:
             self._declare(conn, asleep=False)

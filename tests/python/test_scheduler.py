@@ -136,6 +136,24 @@ def test_it_reads_what_is_due_in_any_style_of_intervals(config: Config, flow: Ca
         assert 0 < scheduler.pause(conn) <= config.poll_interval
 
 
+def test_told_to_stop_it_goes_no_further_than_the_function_at_hand(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the others may wait for the same lock until its time-out."""
+    scheduler, performed = lazy(config), list[str]()
+    running = Running(scheduler, config)
+
+    def perform(_: object, duty: Any) -> int:
+        performed.append(duty.function)
+        running.stop.request()
+        return 0
+
+    monkeypatch.setattr(scheduler, "_perform", perform)
+    with running:
+        wait_until(lambda: bool(performed), "its first function")
+    assert len(performed) == 1
+
+
 def test_an_expired_lease_is_reaped(config: Config, flow: Callable[..., Flow]) -> None:
     one = flow()
     with Running(Scheduler(config.replace(reap_interval=0.1)), config):
