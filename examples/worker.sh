@@ -58,9 +58,9 @@ take_message() {
     amqp-consume "$@" -q "$exchange.$queue" -c 1 -- sh -c 'cat >"$0.new" && mv "$0.new" "$0"
         until [ -e "$0.answered" ]; do [ -e "$0" ] && kill -0 "$1" && sleep 0.1 || exit 1; done' "$message" $$ &
     consumer=$!
-    since=$SECONDS # a minute at most: it is not told when its queue is deleted, and made anew
+    since=$SECONDS # ten seconds at most: it is not told when its queue is deleted, and declared anew
     until [ -e "$message" ]; do
-        if [ -n "$ended" ] || [ $((SECONDS - since)) -ge 60 ]; then kill $consumer 2>/dev/null; fi
+        if [ -n "$ended" ] || [ $((SECONDS - since)) -ge 10 ]; then kill $consumer 2>/dev/null; fi
         if ! kill -0 $consumer 2>/dev/null; then sleep 1; return; fi
         announce
         sleep 0.1

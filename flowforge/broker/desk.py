@@ -55,6 +55,11 @@ class Desk:
         with self._channel() as channel, suppress(pika.exceptions.ChannelClosedByBroker):
             channel.queue_purge(self._names.queue(queue))
 
+    def delete(self, queue: str) -> None:
+        """Delete a queue with its messages, if it is there; its consumers are cancelled."""
+        with self._channel() as channel:
+            channel.queue_delete(self._names.queue(queue))
+
     def remove(self, *queues: str) -> None:
         """Delete queues, the dead-letter queue and the exchanges, with all that is in them."""
         with self._channel() as channel:

@@ -256,6 +256,15 @@ def broker_lost(engine: Engine) -> None:
     engine.is_well()
 
 
+@_clause("It goes on when its queue is deleted, and declared anew.", needs_broker=True)
+def queue_deleted(engine: Engine) -> None:
+    engine.is_well()
+    engine.settles_all()  # and none of its consumers is of before
+    engine.wait(lambda: engine.counts()[1] > 0, "it does not come back to its queue")
+    engine.delete_queue()
+    engine.is_well()
+
+
 @_clause("On SIGTERM it gives back what runs, as neither failed nor crashed, and ends.")
 def sigterm(engine: Engine) -> None:
     run, file = engine.ticking(600)

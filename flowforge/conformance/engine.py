@@ -381,6 +381,11 @@ class Engine:
         assert self.desk is not None  # noqa: S101 -- clauses about messages are for where there is a broker
         self.desk.publish(self.name, body, message_id)
 
+    def delete_queue(self) -> None:
+        """Delete the worker's queue; the publisher declares it again for the next message."""
+        assert self.desk is not None  # noqa: S101 -- as above
+        self.desk.delete(self.name)
+
     def counts(self) -> tuple[int, int]:
         """Messages in the worker's queue that no consumer has, and the consumers."""
         assert self.desk is not None  # noqa: S101 -- as above

@@ -5,16 +5,14 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -29,10 +27,11 @@ from flowforge.conformance.engine import Engine
 from flowforge.conformance.proxy import Proxy
 from flowforge.errors import DatabaseUnavailable
 from tests.python.shell import Shell
-from tests.services import debian, node
+from tests.services import node
+from tests.services.amqp_tools import shell_path
 from tests.services.database import Database, prepare_template
 from tests.services.postgres import PostgresServer, binaries
-from tests.services.process import free_port, wait_until
+from tests.services.process import wait_until
 from tests.services.rabbitmq import RabbitServer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -93,6 +92,15 @@ MISTAKES = {
         f"if (/{2**53}/.test(message.content)) return give_back(from, message);\n  const claimed = claim(",
         {"stale_message"},
         by_broker=True,
+    ),
+    "overlooks that its queue is gone": Mistake(
+        "flowforge.${queue}`, found)",
+        "flowforge.${queue}`, (each) => each && found(each))",
+        {"queue_deleted"},
+        by_broker=True,
+    ),
+    "overlooks it in shell": Mistake(
+        "-ge 10 ]", "-ge 600 ]", {"queue_deleted"}, by_broker=True, in_shell=True
     ),
     "renews by its own lease": Mistake("task.lease / 3", "10", {"renews", "cancel"}),
     "never renews": Mistake("renew().catch(() => {});", "", {"renews", "cancel", "lost"}),
@@ -159,19 +167,6 @@ def command(directory: Path, mistake: Mistake | None = None) -> list[str]:
 def mistaken(source: str, mistake: Mistake) -> str:
     assert source.count(mistake.old) == 1, mistake.old
     return source.replace(mistake.old, mistake.new)
-
-
-def shell_path(directory: Path) -> str:
-    """The PATH with what the worker in shell needs: psql, and amqp-tools with their libraries."""
-    programs, _ = binaries("18")
-    psql = shutil.which("psql", path=f"{programs}{os.pathsep}{os.defpath}")
-    assert psql is not None
-    tools = debian.found("amqp-tools", "usr/bin")
-    for name in ("amqp-consume", "amqp-publish"):
-        libraries = debian.library_path(tools.parents[1])
-        (directory / name).write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {tools / name} "$@"\n')
-        (directory / name).chmod(0o755)
-    return os.pathsep.join([str(directory), str(Path(psql).parent), os.defpath])
 
 
 NO_JSON = "Node, whose outputs may be no JSON at all"
@@ -271,66 +266,6 @@ def test_a_run_that_does_not_end_is_told_of_as_it_is_then(verdicts: dict[str, Fu
 def test_every_clause_is_violated_by_some_mistake() -> None:
     untried = {each.name for each in CLAUSES} - set().union(*(each.violates for each in MISTAKES.values()))
     assert untried == {"finishes", "database_lost"}, "of which each other clause makes use"
-
-
-@pytest.fixture
-def shell_worker(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
-    """Starts the worker in shell with handlers of its own on a database."""
-    (tmp_path / "path").mkdir()
-    path = shell_path(tmp_path / "path")
-    handlers = {"bad_error": "printf 'caf\\351\\000!' >&2; exit 1", "bad_output": "printf '\"caf\\351\"'"}
-    for name, text in handlers.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    started = []
-
-    def start(dsn: str) -> subprocess.Popen[bytes]:
-        given = {f"PG{key.upper()}": str(value) for key, value in conninfo_to_dict(dsn).items()}
-        given["PGDATABASE"] = given.pop("PGDBNAME")
-        given["PATH"] = path
-        with (tmp_path / "log").open("wb") as log:
-            started.append(
-                subprocess.Popen(
-                    [EXAMPLES / "worker.sh", tmp_path], env=given, stderr=log, start_new_session=True
-                )
-            )
-        return started[-1]
-
-    yield start
-    for process in started:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_the_worker_in_shell_reports_what_is_no_text(
-    db: Database, shell_worker: Callable[[str], subprocess.Popen[bytes]]
-) -> None:
-    tasks = [{"name": name, "handler": name} for name in ("bad_error", "bad_output")]
-    with connect(db.dsn, autocommit=True) as connection:
-        connection.execute(
-            "select flowforge.define_workflow(%s)", [json.dumps({"name": "w", "tasks": tasks})]
-        )
-        connection.execute("select flowforge.trigger('w')")
-        connection.execute("select flowforge.dispatch_ready()")
-        worker = shell_worker(db.create_login("flowforge_worker"))
-        query = "select error from flowforge.task_run where state = 'failed' order by 1"
-        wait_until(lambda: connection.execute(query).rowcount == 2, "both failures", 60)
-        assert connection.execute(query).fetchall() == [
-            ("exit code 1\ncaf!",),
-            ("the output cannot be stored",),
-        ]
-    worker.terminate()
-    assert worker.wait(60) == 0
-
-
-def test_the_worker_in_shell_ends_though_nothing_answers(
-    shell_worker: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    worker = shell_worker(f"host=127.0.0.1 port={free_port()} user=nobody dbname=none")
-    wait_until(lambda: b"refused" in (tmp_path / "log").read_bytes(), "the first answer", 60)
-    worker.terminate()
-    assert worker.wait(60) == 0
 
 
 def test_the_command_tells_people_and_programs(db: Database) -> None:

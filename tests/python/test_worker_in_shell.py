@@ -1,0 +1,146 @@
+"""What conformance does not show of the worker in shell: texts that are none, servers that answer nothing,
+and amqp-tools that fail, which programs of the same names play."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from psycopg import Connection, connect
+from psycopg.conninfo import conninfo_to_dict
+
+from tests.services.amqp_tools import shell_path
+from tests.services.database import Database
+from tests.services.process import free_port, wait_until
+
+WORKER = Path(__file__).resolve().parents[2] / "examples" / "worker.sh"
+
+HANDLERS = {
+    "bad_error": "printf 'caf\\351\\000!' >&2; exit 1",
+    "bad_output": "printf '\"caf\\351\"'",
+    "right": "echo 1",
+}
+
+# Runs the command with the body and notes how that ended; or with as many bytes as "cut" says, and dies.
+CONSUME = """
+[ -e "$D/body" ] || exec sleep 600
+while [ "$1" != -- ]; do shift; done; shift
+if [ -e "$D/cut" ]; then
+    head -c "$(cat "$D/cut")" "$D/body" | "$@" &
+    rm "$D/cut"; exit 1
+fi
+"$@" <"$D/body"; code=$?
+echo "$code" >>"$D/acknowledged"
+[ "$code" != 0 ] || rm "$D/body"
+"""
+PUBLISH = """
+cat >>"$D/dead"
+if [ -e "$D/refuses" ]; then rm "$D/refuses"; exit 1; fi
+"""
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the worker in shell with handlers of its own on a database."""
+    (tmp_path / "path").mkdir()
+    path = shell_path(tmp_path / "path")
+    (tmp_path / "handlers").mkdir()
+    for name, text in HANDLERS.items():
+        write(tmp_path / "handlers" / name, text)
+    started = []
+
+    def start(dsn: str, amqp: str = "") -> subprocess.Popen[bytes]:
+        given = {f"PG{key.upper()}": str(value) for key, value in conninfo_to_dict(dsn).items()}
+        given["PGDATABASE"] = given.pop("PGDBNAME")
+        given |= {"PATH": path, "FLOWFORGE_AMQP_URL": amqp, "D": str(tmp_path)}
+        with (tmp_path / "log").open("wb") as log:
+            started.append(
+                subprocess.Popen(
+                    [WORKER, tmp_path / "handlers"], env=given, stderr=log, start_new_session=True
+                )
+            )
+        return started[-1]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def tools(start: Start, tmp_path: Path) -> Path:
+    """Amqp-tools that do as they are told by the files of this directory."""
+    write(tmp_path / "path" / "amqp-consume", CONSUME)
+    write(tmp_path / "path" / "amqp-publish", PUBLISH)
+    return tmp_path
+
+
+def write(program: Path, text: str) -> None:
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+def trigger(connection: Connection, *handlers: str) -> None:
+    tasks = [{"name": name, "handler": name} for name in handlers]
+    connection.execute("select flowforge.define_workflow(%s)", [json.dumps({"name": "w", "tasks": tasks})])
+    connection.execute("select flowforge.trigger('w')")
+    connection.execute("select flowforge.dispatch_ready()")
+
+
+def end(worker: subprocess.Popen[bytes]) -> None:
+    worker.terminate()
+    assert worker.wait(60) == 0
+
+
+def test_what_is_no_text_is_reported(db: Database, start: Start) -> None:
+    with connect(db.dsn, autocommit=True) as connection:
+        trigger(connection, "bad_error", "bad_output")
+        worker = start(db.create_login("flowforge_worker"))
+        query = "select error from flowforge.task_run where state = 'failed' order by 1"
+        wait_until(lambda: connection.execute(query).rowcount == 2, "both failures", 60)
+        assert connection.execute(query).fetchall() == [
+            ("exit code 1\ncaf!",),
+            ("the output cannot be stored",),
+        ]
+    end(worker)
+
+
+def test_it_ends_though_nothing_answers(start: Start, tmp_path: Path) -> None:
+    worker = start(f"host=127.0.0.1 port={free_port()} user=nobody dbname=none")
+    wait_until(lambda: b"refused" in (tmp_path / "log").read_bytes(), "the first answer", 60)
+    end(worker)
+
+
+def test_half_a_message_is_no_dead_letter(db: Database, start: Start, tools: Path) -> None:
+    """A consumer that dies while it hands one over leaves what cannot be read; the broker offers it again."""
+    with connect(db.dsn, autocommit=True) as connection:
+        trigger(connection, "right")
+        [row] = connection.execute("select task_run_id, dispatch_id::text from flowforge.task_run").fetchall()
+        (tools / "body").write_text(json.dumps({"task_run_id": row[0], "dispatch_id": row[1]}))
+        (tools / "cut").write_text("20")
+        worker = start(db.create_login("flowforge_worker"), "amqp://nowhere")
+        query = "select 1 from flowforge.task_run where state = 'succeeded'"
+        wait_until(lambda: connection.execute(query).rowcount == 1, "the task run", 60)
+    end(worker)
+    assert not (tools / "cut").exists(), "no half message was handed over"
+    assert (tools / "acknowledged").read_text() == "0\n"
+    assert not (tools / "dead").exists()
+
+
+def test_what_cannot_be_read_is_kept_until_the_dead_letters_have_it(
+    db: Database, start: Start, tools: Path
+) -> None:
+    (tools / "body").write_text("no json")
+    (tools / "refuses").touch()
+    worker = start(db.create_login("flowforge_worker"), "amqp://nowhere")
+    wait_until(lambda: not (tools / "body").exists(), "the message to be acknowledged", 60)
+    end(worker)
+    assert (tools / "dead").read_text() == "no json" * 2
+    assert (tools / "acknowledged").read_text() == "0\n"
