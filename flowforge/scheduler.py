@@ -129,7 +129,7 @@ class Scheduler(Daemon):
         for duty in self._duties:
             # Where all of them wait for a lock, that is a time-out for each.
             if self.stop is not None and self.stop.requested:
-                break
+                return moved
             if duty.is_due():
                 moved += self._perform(conn, duty)
         self._busy = self._busy + 1 if moved else 0

@@ -174,7 +174,7 @@ def hang_up() -> None:
     """As if by SIGHUP, also where that is ignored: whoever handles SIGTERM is told. From any thread of a
     daemon, whose handlers only ask."""
     handler = signal.getsignal(signal.SIGTERM)
-    if callable(handler) and getattr(handler, "__module__", None) == __name__:
+    if callable(handler) and _is_ours(signal.SIGTERM):
         handler(signal.SIGHUP, None)
 
 
@@ -192,21 +192,51 @@ def remember() -> None:
 _masks = threading.local()  # of signals, before the fork that the thread is about to make
 
 
+def _is_ours(number: int) -> bool:
+    return getattr(signal.getsignal(number), "__module__", None) == __name__
+
+
 def _hold_signals() -> None:
     """Until the child of a fork has handlers of its own: what came before would be asked of its parent."""
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _masks.before = None
+    if any(map(_is_ours, SIGNALS)):
+        # Known before anything is held: either call runs handlers, which may raise.
+        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _let_signals_come() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+    if (before := getattr(_masks, "before", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Child:
+    """A signal handler for the child of a fork, such as a handler makes. What a terminal sends to all of its
+    processes is for the parent, which gives its handlers time to finish. The second request is for the child
+    too, and so is the first when the parent has gone."""
+
+    def __init__(self) -> None:
+        self._which = _Requests()
+        self._parent = os.getppid()
+        self._spared = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if not self._which.counts(number, self._spared):
+            return
+        if self._spared or os.getppid() != self._parent:
+            raise KeyboardInterrupt
+        self._spared = True
 
 
 def _leave_to_parent() -> None:
-    """In the child of a fork, such as a handler makes, the signals are nobody's requests: they end it."""
-    for number in SIGNALS:
-        if getattr(signal.getsignal(number), "__module__", None) == __name__:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    _let_signals_come()
+    """In the child of a fork signals are no requests to stop, and SIGTERM, by which pools end their children,
+    is deadly."""
+    try:
+        handler = _Child()
+        for number in filter(_is_ours, SIGNALS):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else handler)
+    finally:
+        _let_signals_come()
 
 
 os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_leave_to_parent)
@@ -233,7 +263,11 @@ def held_back() -> Iterator[None]:
         if within:
             came.append((number, frame))
         else:
-            before[number](number, frame)
+            tell(number, frame)
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        # A SIGHUP that is ignored, of which hang_up tells, is for whoever handles SIGTERM.
+        before[number if number in before else signal.SIGTERM](number, frame)
 
     with contextlib.ExitStack() as after:  # which goes on to its end, whatever is raised on the way
         if threading.current_thread() is threading.main_thread():
@@ -248,7 +282,7 @@ def held_back() -> Iterator[None]:
         finally:
             within = False
             for number, frame in came:
-                after.callback(before[number], number, frame)
+                after.callback(tell, number, frame)
 
 
 def end_soon(code: int) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -136,8 +136,9 @@ def test_it_reads_what_is_due_in_any_style_of_intervals(config: Config, flow: Ca
         assert 0 < scheduler.pause(conn) <= config.poll_interval
 
 
+@pytest.mark.parametrize("moved", [0, 1])
 def test_told_to_stop_it_goes_no_further_than_the_function_at_hand(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
     """Each of the others may wait for the same lock until its time-out."""
     scheduler, performed = lazy(config), list[str]()
@@ -146,9 +147,16 @@ def test_told_to_stop_it_goes_no_further_than_the_function_at_hand(
     def perform(_: object, duty: Any) -> int:
         performed.append(duty.function)
         running.stop.request()
-        return 0
+        return moved
 
+    def nothing_more(*_: object, **__: object) -> NoReturn:
+        performed.append("declare_scheduler")
+        raise AssertionError
+
+    scheduler._asleep, scheduler._busy = True, 99
+    monkeypatch.setattr(scheduler, "on_connect", lambda: None)
     monkeypatch.setattr(scheduler, "_perform", perform)
+    monkeypatch.setattr(scheduler, "_declare", nothing_more)
     with running:
         wait_until(lambda: bool(performed), "its first function")
     assert len(performed) == 1

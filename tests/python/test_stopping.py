@@ -16,7 +16,7 @@ import pytest
 from flowforge import Client
 from flowforge.config import Config
 from flowforge.exits import EXIT_CONFIG, EXIT_PIPE
-from flowforge.stopping import SIGNALS, Remembered, Stop, held_back, interrupting, signals
+from flowforge.stopping import SIGNALS, Remembered, Stop, hang_up, held_back, interrupting, signals
 from flowforge.worker import daemon
 from tests.python.daemons import CHECKOUT, TIMEOUT
 from tests.python.running import running
@@ -73,14 +73,6 @@ def unwritable(request: pytest.FixtureRequest) -> Iterator[int]:
             os.close(each)
 
 
-CHILD = """
-def child(ctx):
-    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-    forked.start()
-    forked.terminate()
-    forked.join()
-    return forked.exitcode
-"""
 WORKFLOW = """
 from flowforge import Workflow
 workflow = Workflow("w")
@@ -151,51 +143,41 @@ def test_a_daemon_whose_log_nobody_reads_any_more_stops(
     assert done.returncode == EXIT_PIPE
 
 
-def test_a_reader_that_ctrl_c_ends_too_makes_no_second_request(db: Database, tmp_path: Path) -> None:
+WAITING = """
+import pathlib, time
+from flowforge import Workflow
+workflow = Workflow("w")
+
+@workflow.task()
+def task(ctx):
+    pathlib.Path("begun").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("command", [[], ["nohup"]])
+def test_a_reader_that_ctrl_c_ends_too_makes_no_second_request(
+    db: Database, tmp_path: Path, command: list[str]
+) -> None:
     """As in `flowforge worker own 2>&1 | tee log`: handlers get their grace time."""
-    begun = tmp_path / "begun"
-    handler = (
-        f"lambda ctx: (__import__('pathlib').Path({str(begun)!r}).touch(), __import__('time').sleep(2))[0]"
-    )
-    (tmp_path / "own.py").write_text(WORKFLOW.replace("lambda ctx: None", handler))
+    (tmp_path / "own.py").write_text(WAITING)
     reader, writer = os.pipe()
     with Client(db.dsn) as client, running(Config(database_url=db.dsn)):
         client.define({"name": "w", "tasks": [{"name": "task"}]})
         run = client.trigger("w")
         with subprocess.Popen(
-            [sys.executable, "-m", "flowforge", "worker", "own"],
-            cwd=tmp_path, stderr=writer,
+            [*command, sys.executable, "-m", "flowforge", "worker", "own", "--grace", "600"],
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=writer,
             env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
         ) as process:  # fmt: skip
             os.close(writer)
-            wait_until(begun.exists, "the handler")
+            wait_until((tmp_path / "begun").exists, "the handler")
             os.close(reader)
             process.send_signal(signal.SIGINT)
+            (tmp_path / "go").touch()
             assert process.wait(TIMEOUT) == EXIT_PIPE
         assert client.wait(run, timeout=TIMEOUT).state == "succeeded"
-
-
-def test_children_that_a_handler_forks_end_by_the_signals_that_stop_the_worker(
-    db: Database, tmp_path: Path
-) -> None:
-    """And ask the worker nothing."""
-    (tmp_path / "own.py").write_text(
-        f"import multiprocessing, time\n{CHILD}{WORKFLOW}".replace("lambda ctx: None", "child")
-    )
-    with Client(db.dsn) as client, running(Config(database_url=db.dsn)):
-        client.define({"name": "w", "tasks": [{"name": "task"}]})
-        run = client.trigger("w")
-        with subprocess.Popen(
-            [sys.executable, "-m", "flowforge", "worker", "own"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
-        ) as process:
-            try:
-                assert client.wait(run, timeout=TIMEOUT).outputs == {"task": -signal.SIGTERM}
-                process.terminate()
-                assert process.wait(TIMEOUT) == 0
-            finally:
-                process.kill()
 
 
 def test_a_log_that_is_read_too_slowly_holds_up_no_daemon(db: Database) -> None:
@@ -315,6 +297,21 @@ def test_the_end_of_a_terminal_does_not_interrupt_what_cleans_up(first: int) -> 
         work()
     assert cleaned == [first]
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_reader_that_goes_under_nohup_is_held_back_too() -> None:
+    """Whoever handles SIGTERM is told."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with signals(Stop()) as stop:
+            with held_back():
+                hang_up()
+                assert not stop.requested
+            assert (stop.requested, stop.immediate) == (True, False)
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_what_is_ignored_or_deadly_is_not_held_back() -> None:

@@ -1,0 +1,129 @@
+"""What handlers fork is told of signals as it should be, and what came before the fork is told once."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowforge import Client, stopping
+from flowforge.config import Config
+from flowforge.stopping import SIGNALS, Stop, signals
+from tests.python.daemons import CHECKOUT, TIMEOUT
+from tests.python.running import running
+from tests.services.database import Database
+from tests.services.process import wait_until
+
+WORKFLOW = """
+import multiprocessing, pathlib, time
+from flowforge import Workflow
+
+fork = multiprocessing.get_context("fork")
+workflow = Workflow("w")
+
+def child():
+    pathlib.Path("begun").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.01)
+
+@workflow.task()
+def task(ctx):
+    forked = fork.Process(target=child)
+    forked.start()
+    AFTER
+    forked.join()
+    return forked.exitcode
+"""
+
+
+@contextmanager
+def worker(
+    db: Database, directory: Path, after: str
+) -> Iterator[tuple[Client, int, subprocess.Popen[bytes]]]:
+    """A worker whose only handler forks; with a client, and the run."""
+    (directory / "own.py").write_text(WORKFLOW.replace("AFTER", after))
+    with Client(db.dsn) as client, running(Config(database_url=db.dsn)):
+        client.define({"name": "w", "tasks": [{"name": "task"}]})
+        run = client.trigger("w")
+        with subprocess.Popen(
+            [sys.executable, "-m", "flowforge", "worker", "own", "--grace", "600"],
+            cwd=directory,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
+        ) as process:
+            try:
+                yield client, run, process
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_terminal_s_ctrl_c_does_not_take_the_grace_time_from_a_handler(
+    db: Database, tmp_path: Path
+) -> None:
+    """It is sent to all processes."""
+    with worker(db, tmp_path, "") as (client, run, process):
+        wait_until((tmp_path / "begun").exists, "the child", TIMEOUT)
+        os.killpg(process.pid, signal.SIGINT)
+        (tmp_path / "go").touch()
+        assert process.wait(TIMEOUT) == 0
+        assert client.wait(run, timeout=TIMEOUT).outputs == {"task": 0}
+
+
+def test_a_handler_can_end_its_children(db: Database, tmp_path: Path) -> None:
+    """As pools do; and the worker is asked nothing by that."""
+    with worker(db, tmp_path, "forked.terminate()") as (client, run, process):
+        assert client.wait(run, timeout=TIMEOUT).outputs == {"task": -signal.SIGTERM}
+        process.terminate()
+        assert process.wait(TIMEOUT) == 0
+
+
+def test_the_second_request_is_for_a_child_too() -> None:
+    child = stopping._Child()
+    child(signal.SIGINT, None)
+    child(signal.SIGHUP, None)
+    with pytest.raises(KeyboardInterrupt):
+        child(signal.SIGINT, None)
+
+
+def test_so_is_the_first_when_its_parent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = stopping._Child()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        child(signal.SIGINT, None)
+
+
+@pytest.mark.parametrize("blocked", [set[int](), set(SIGNALS)])
+def test_whatever_is_raised_at_a_fork_the_signals_come_again(
+    blocked: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the handler of what came just before, when the mask is asked for and when it is set."""
+    real: Callable[..., Any] = signal.pthread_sigmask
+    before = real(signal.SIG_BLOCK, [])
+
+    def interrupted(how: int, mask: Any) -> Any:
+        found = real(how, mask)
+        if how == signal.SIG_BLOCK and set(mask) == blocked:
+            raise KeyboardInterrupt
+        return found
+
+    with signals(Stop()):
+        monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stopping._hold_signals()
+        stopping._let_signals_come()
+    assert real(signal.SIG_BLOCK, []) == before
+
+
+def test_signals_that_are_somebody_else_s_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(signal, "pthread_sigmask", refuse)
+    stopping._hold_signals()
+    stopping._let_signals_come()
