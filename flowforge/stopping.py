@@ -228,6 +228,18 @@ class _Child:
         self._spared = True
 
 
+def leave_to_worker() -> None:
+    """From now on the signals, which a service manager or a terminal may send to all processes, are for the
+    process that has started this one. What this one executes does not inherit that, as it would what is
+    ignored; nor does what it forks."""
+
+    def pass_over(_number: int, _frame: FrameType | None) -> None:
+        pass
+
+    for number in heard():
+        signal.signal(number, pass_over)
+
+
 def _leave_to_parent() -> None:
     """In the child of a fork signals are no requests to stop, and SIGTERM, by which pools end their children,
     is deadly."""

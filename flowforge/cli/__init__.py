@@ -14,8 +14,7 @@ from typing import Any
 
 import click
 
-from flowforge import __version__, stopping
-from flowforge.cli import messages
+from flowforge import __version__, stopping, streams
 from flowforge.cli.common import WrongArgument
 from flowforge.errors import FlowForgeError
 from flowforge.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_USAGE, EXITS, exit_code
@@ -77,6 +76,14 @@ class _Commands(click.Group):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except OSError as error:  # of --help and --version
+            sys.exit(_told_in_vain(error))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -91,22 +98,27 @@ class _Commands(click.Group):
             click.echo(f"not text in UTF-8: {error.object!a}", err=True)
             ctx.exit(EXIT_USAGE)
         except OSError as error:
-            if not _is_of_output(error):
-                if error.errno != errno.EPIPE:
-                    raise
-                traceback.print_exc()  # click would take it for one of the output
-                ctx.exit(EXIT_FAILED)
-            _forget_output()
-            if error.errno == errno.EPIPE:
-                ctx.exit(EXIT_PIPE)
-            click.secho("error: ", err=True, fg="red", nl=False)
-            click.echo(f"cannot write to standard output: {error.strerror}", err=True)
-            ctx.exit(EXIT_FAILED)
+            ctx.exit(_told_in_vain(error))
         except KeyboardInterrupt as error:
             click.echo(err=True)
             if str(error):
                 click.echo(str(error), err=True)
             ctx.exit(EXIT_INTERRUPTED)
+
+
+def _told_in_vain(error: OSError) -> int:
+    """The exit code when output cannot be written. Raises `error` where it is no such."""
+    if not _is_of_output(error):
+        if error.errno != errno.EPIPE:
+            raise error
+        traceback.print_exc()  # click would take it for one of the output
+        return EXIT_FAILED
+    _forget_output()
+    if error.errno == errno.EPIPE:
+        return EXIT_PIPE
+    click.secho("error: ", err=True, fg="red", nl=False)
+    click.echo(f"cannot write to standard output: {error.strerror}", err=True)
+    return EXIT_FAILED
 
 
 def _is_of_output(error: OSError) -> bool:
@@ -160,12 +172,26 @@ def find_command(arguments: list[str]) -> str | None:
     return arguments[0] if arguments else None
 
 
+def _open_what_is_closed() -> None:
+    """Else the next file or connection would be standard output or error, and a library write into it. What
+    is written to an output that was closed is refused, as ever."""
+    for fileno, flags in (0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY):
+        try:
+            os.fstat(fileno)
+        except OSError:
+            # The lowest number that is free, which this is.
+            os.open(os.devnull, flags)
+            if fileno == 1:
+                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 -- for good
+
+
 def main() -> None:
     """The entry point of the program `flowforge`."""
+    _open_what_is_closed()
     # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    messages.let_errors_be_lost()
+    streams.let_errors_be_lost()
     if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
         # Before anything that takes a while: what is asked to stop so early ends as it would later.
         stopping.remember()

@@ -336,7 +336,11 @@ def console() -> Console:
     """Standard output as rich knows it: colours on a terminal unless NO_COLOR says otherwise."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), emoji=False, markup=False)
+    class Told(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the program, with a code that says something else
+            raise
+
+    return Told(highlight=False, soft_wrap=not sys.stdout.isatty(), emoji=False, markup=False)
 
 
 def state_text(state: str) -> Text:

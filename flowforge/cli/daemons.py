@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from flowforge.cli import messages
+from flowforge import streams
 from flowforge.cli.common import (
     F,
     Integer,
@@ -211,9 +211,9 @@ def _loaded(modules: tuple[str, ...], config: Config) -> list[Workflow]:
 
 def _serve(ctx: click.Context, run: Callable[[], int]) -> NoReturn:
     """Run a daemon until it is told to stop, or nobody reads its log any more."""
-    with messages.read_or_stopped():
+    with streams.read_or_stopped() as readers:
         code = run()
-    ctx.exit(messages.exit_code(code))
+    ctx.exit(readers.exit_code(code))
 
 
 def _logging(config: Config) -> Config:
@@ -406,7 +406,7 @@ def up(
 
     if server is not None and not as_json:
         say("Starting PostgreSQL …", err=True)
-    with acting(), messages.read_or_stopped():
+    with acting(), streams.read_or_stopped() as readers:
         code = everything.run(
             config, workflows, sources=modules, server=server, ready=ready,
             abandoned=lambda: left.append(True),
@@ -414,8 +414,8 @@ def up(
     if not code and not as_json:
         tell(say, "Stopped." if served else "Stopped before it was ready.")
     if left:
-        stopping.end_now(messages.exit_code(code))
-    ctx.exit(messages.exit_code(code))
+        stopping.end_now(readers.exit_code(code))
+    ctx.exit(readers.exit_code(code))
 
 
 def _check_given(database_url: str | None, own: object) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from flowforge import log, threads
+from flowforge import log, streams, threads
 
 T = TypeVar("T")
 
@@ -17,11 +17,13 @@ _MOMENT = 1.0
 def tell(write: Callable[[T], None], what: T) -> None:
     """Call `write`, which writes `what` on standard output. When nobody takes it, as where a pipe is full or
     closed, or a disk is, the log says so, and the command goes on: it may be asked to stop meanwhile."""
-    refused: list[Exception] = []
+    refused: list[object] = []
 
     def written() -> None:
         try:
             write(what)
+            if why := streams.refused():
+                refused.append(why)
         except Exception as error:  # noqa: BLE001 -- a module of handlers may have done anything to it
             refused.append(error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from flowforge.cli import messages
+from flowforge import streams
 from flowforge.cli.common import Integer, acting, database_option, find_database, say
 from flowforge.cli.telling import tell
 
@@ -46,7 +46,7 @@ def web(database_url: str | None, host: str, port: int) -> None:
 
     config = find_database(database_url)
     log.configure(config.log_format, config.log_level)
-    with acting(), messages.read_or_stopped():
+    with acting(), streams.read_or_stopped() as readers:
         code = serve(config, host, port, lambda address: tell(say, f"The page is at {address}"))
-    if code := messages.exit_code(code):
+    if code := readers.exit_code(code):
         stopping.end_now(code)

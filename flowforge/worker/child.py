@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from flowforge import log, threads, tracing
+from flowforge import log, stopping, streams, threads, tracing
 from flowforge.config import Config
 from flowforge.errors import FlowForgeError
 from flowforge.loading import load_workflows
@@ -159,6 +159,7 @@ class Child:
     def run(self) -> None:
         """Handlers run in the main thread, where libraries expect to be that insist on it."""
         setup: Setup = self._connection.recv()
+        streams.never_wait()
         log.configure(setup.config.log_format, setup.config.log_level)
         try:
             handlers = _load(setup)
@@ -342,10 +343,7 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:3])
     _die_with(parent)
     del sys.argv[1:]
-    # A service manager's SIGTERM may go to all processes of a service; it is for the worker to say what
-    # happens. By a function, since what a handler starts would go on ignoring what is ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    stopping.leave_to_worker()
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     os.register_at_fork(after_in_child=connection.close)  # that the socket ends with this process

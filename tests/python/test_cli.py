@@ -72,11 +72,39 @@ def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     said = "error: cannot write to standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (exits.EXIT_FAILED, said)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "--version", "runs --help", "config", "config --json", "show 1", "watch 1", "runs", "doctor"],
+)
+def test_output_that_nobody_reads_or_that_is_closed_has_its_exit_code(db: Database, arguments: str) -> None:
+    """As of any other program; 1 would tell of a run that failed, or of trouble that doctor found."""
+    shell = Shell(db.dsn)
+    with db.connect() as connection:
+        spec = '{"name": "w", "tasks": [{"name": "a"}]}'
+        connection.execute("select flowforge.define_workflow(%s)", [spec])
+        connection.execute("select flowforge.cancel_run(flowforge.trigger('w'))")
+        connection.execute("select flowforge.cancel_leftovers()")
+        connection.execute("select flowforge.settle_finished()")
+    command = [sys.executable, "-m", "flowforge", *arguments.split()]
+    environment = os.environ | shell.environment
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (exits.EXIT_PIPE, "")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    said = "error: cannot write to standard output: Bad file descriptor\n"
+    assert (done.returncode, done.stderr) == (exits.EXIT_FAILED, said)
 
 
 def test_messages_that_cannot_be_written_change_no_exit_code() -> None:

@@ -41,9 +41,12 @@ def task(ctx):
 """
 
 
+ISOLATION = pytest.mark.parametrize("isolation", ["threads", "processes"])
+
+
 @contextmanager
 def worker(
-    db: Database, directory: Path, after: str
+    db: Database, directory: Path, isolation: str, after: str
 ) -> Iterator[tuple[Client, int, subprocess.Popen[bytes]]]:
     """A worker whose only handler forks; with a client, and the run."""
     (directory / "own.py").write_text(WORKFLOW.replace("AFTER", after))
@@ -51,7 +54,7 @@ def worker(
         client.define({"name": "w", "tasks": [{"name": "task"}]})
         run = client.trigger("w")
         with subprocess.Popen(
-            [sys.executable, "-m", "flowforge", "worker", "own", "--grace", "600"],
+            [sys.executable, "-m", "flowforge", "worker", "own", "--grace", "600", "--isolation", isolation],
             cwd=directory,
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
@@ -63,21 +66,24 @@ def worker(
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_a_terminal_s_ctrl_c_does_not_take_the_grace_time_from_a_handler(
-    db: Database, tmp_path: Path
+@ISOLATION
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_terminal_s_signal_does_not_take_the_grace_time_from_a_handler(
+    db: Database, tmp_path: Path, isolation: str, number: int
 ) -> None:
     """It is sent to all processes."""
-    with worker(db, tmp_path, "") as (client, run, process):
+    with worker(db, tmp_path, isolation, "") as (client, run, process):
         wait_until((tmp_path / "begun").exists, "the child", TIMEOUT)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         (tmp_path / "go").touch()
         assert process.wait(TIMEOUT) == 0
         assert client.wait(run, timeout=TIMEOUT).outputs == {"task": 0}
 
 
-def test_a_handler_can_end_its_children(db: Database, tmp_path: Path) -> None:
+@ISOLATION
+def test_a_handler_can_end_its_children(db: Database, tmp_path: Path, isolation: str) -> None:
     """As pools do; and the worker is asked nothing by that."""
-    with worker(db, tmp_path, "forked.terminate()") as (client, run, process):
+    with worker(db, tmp_path, isolation, "forked.terminate()") as (client, run, process):
         assert client.wait(run, timeout=TIMEOUT).outputs == {"task": -signal.SIGTERM}
         process.terminate()
         assert process.wait(TIMEOUT) == 0
@@ -127,3 +133,12 @@ def test_signals_that_are_somebody_else_s_are_left_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(signal, "pthread_sigmask", refuse)
     stopping._hold_signals()
     stopping._let_signals_come()
+
+
+def test_a_process_for_handlers_leaves_all_signals_to_its_worker() -> None:
+    program = (
+        "import signal; from flowforge import stopping; stopping.leave_to_worker();"
+        "[signal.raise_signal(each) for each in stopping.SIGNALS]; print('alive')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"alive\n"

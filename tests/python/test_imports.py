@@ -29,6 +29,7 @@ LAYERS = {
     "health": 1,
     "config": 1,
     "stopping": 2,
+    "streams": 3,
     "definition": 2,
     "binaries": 2,
     "cutoff": 2,

@@ -180,6 +180,50 @@ def test_a_reader_that_ctrl_c_ends_too_makes_no_second_request(
         assert client.wait(run, timeout=TIMEOUT).state == "succeeded"
 
 
+TALKING = """
+import logging
+from flowforge import Workflow
+workflow = Workflow("w")
+
+@workflow.task()
+def task(ctx):
+    for _ in range(200):
+        logging.getLogger("own").warning("x" * 999)
+        print("y" * 999, flush=True)
+"""
+
+
+@pytest.mark.parametrize("isolation", ["threads", "processes"])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_handlers_need_no_reader(db: Database, tmp_path: Path, isolation: str, leaves: bool) -> None:
+    """Neither one who is too slow, nor one who has gone meanwhile."""
+    (tmp_path / "own.py").write_text(TALKING)
+    reader, writer = os.pipe()
+    with Client(db.dsn) as client, running(Config(database_url=db.dsn)):
+        client.define({"name": "w", "tasks": [{"name": "task"}]})
+        with subprocess.Popen(
+            [sys.executable, "-m", "flowforge", "worker", "own", "--isolation", isolation],
+            cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
+        ) as process:  # fmt: skip
+            os.close(writer)
+            assert process.stderr is not None
+            assert b"started" in process.stderr.readline()
+            run = client.trigger("w")
+            if leaves:
+                process.stderr.close()
+                os.close(reader)
+                assert process.wait(TIMEOUT) == EXIT_PIPE
+            else:
+                assert client.wait(run, timeout=TIMEOUT).state == "succeeded"
+                process.terminate()
+                assert process.wait(TIMEOUT) == 0
+                os.close(reader)
+    with db.connect() as connection:
+        ended = connection.execute("select state::text from flowforge.task_run").fetchall()
+    assert ended in ([("succeeded",)], [("ready",)])
+
+
 def test_a_log_that_is_read_too_slowly_holds_up_no_daemon(db: Database) -> None:
     """Nor its end."""
     reader, writer = os.pipe()

@@ -6,22 +6,25 @@ import pty
 import re
 import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from flowforge import log
-from flowforge.cli import messages
-from flowforge.cli.messages import Messages
+from flowforge import log, streams
+from flowforge.streams import Stream
+from tests.python.daemons import CHECKOUT
 
 TIMEOUT = 60.0
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "PATIENCE", 0.01)
+    monkeypatch.setattr(streams, "PATIENCE", 0.01)
 
 
 @pytest.fixture(params=["pipe", "terminal", "socket"])
@@ -37,13 +40,13 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     os.close(writer)
 
 
-def refuse(_: int) -> NoReturn:
+def refuse(*_: object) -> NoReturn:
     raise PermissionError
 
 
 def daemon(writer: int) -> Any:
-    raw = Messages(writer, "w", closefd=False)
-    raw.serve_daemon()
+    raw = Stream(writer)
+    raw.serve_daemon(None)
     raw._left = 0.01
     return raw
 
@@ -80,7 +83,7 @@ def test_lines_are_let_go_and_counted_once_there_is_room(ends: tuple[int, int]) 
             told = drained(reader).decode()
         finally:
             log.reset()
-    notice = r"\S+ error +log: read too slowly; lines were lost count=\d\d+"
+    notice = r"\S+ error +log: lines were lost: read too slowly, or no room on a disk count=\d\d+"
     assert re.search(
         rf"^\S+ info +test: there is room\n{notice}\nhalf\n$",
         told.removeprefix("" if before.endswith(b"\n") else "\n"),
@@ -109,10 +112,10 @@ def test_where_no_description_of_its_own_can_be_had_there_is_no_waiting_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Such as of a pipe that another user has made."""
-    monkeypatch.setattr(messages, "_without_waiting", refuse)
+    monkeypatch.setattr(streams, "_open", refuse)
     reader, writer = os.pipe()
     raw = daemon(writer)
-    assert raw._own is None
+    assert raw._sender.fileno == writer
 
     def fill() -> None:
         while raw.lost < 3:
@@ -146,7 +149,7 @@ def test_a_time_out_that_sockets_have_by_default_is_none_of_the_log_s() -> None:
 
 def test_patience_is_not_begun_anew_by_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a slow reader would set the pace of all threads."""
-    monkeypatch.setattr(messages, "PATIENCE_FOR", 3600.0)
+    monkeypatch.setattr(streams, "PATIENCE_FOR", 3600.0)
     reader, writer = os.pipe()
     raw = daemon(writer)
     while raw._left > 0:
@@ -178,5 +181,84 @@ def test_a_file_gets_each_message_in_one_write(tmp_path: Any) -> None:
         raw = daemon(file.fileno())
         raw.write(b"x" * 10_000)
         writes.append((tmp_path / "log").stat().st_size)
+        assert raw._sender.fileno == file.fileno()
     assert writes == [10_000]
-    assert raw._own is None
+
+
+@pytest.mark.parametrize("instead", [os.devnull, None])
+def test_whatever_a_handler_does_to_the_descriptor_nobody_spins(
+    ends: tuple[int, int], instead: str | None
+) -> None:
+    """As who silences a library does. What is told still goes to where it went."""
+    reader, writer = ends
+    mine = os.dup(writer)
+    raw = daemon(mine)
+    while not raw.lost:
+        raw.write(b"x" * 4095 + b"\n")
+    if instead is None:
+        os.close(mine)
+    else:
+        nowhere = os.open(instead, os.O_WRONLY)
+        os.dup2(nowhere, mine)
+        os.close(nowhere)
+    lost = raw.lost
+    thread = threading.Thread(target=raw.write, args=[b"more\n"], daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    assert raw.lost == lost + 1
+    drained(reader)
+    raw.write(b"there is room")
+    assert b"there is room" in drained(reader)
+    if instead is not None:
+        os.close(mine)
+
+
+FULL_DISK = """
+import resource, signal
+from flowforge import log
+from flowforge.streams import Stream
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+raw = Stream(2)
+raw.serve_daemon(None)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50, most))
+raw.write(b"x" * 99 + b"\\n")
+raw.write(b"y\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+log.configure()
+raw.write(b"there is room\\n")
+"""
+
+
+def test_a_full_disk_tears_no_line_for_good(tmp_path: Path) -> None:
+    """Once there is room, what comes is a line of its own, and it is told that others were lost."""
+    with (tmp_path / "log").open("wb") as file:
+        command = [sys.executable, "-c", FULL_DISK]
+        subprocess.run(command, cwd=CHECKOUT, stderr=file, timeout=TIMEOUT, check=True)
+    torn, whole, notice = (tmp_path / "log").read_text().splitlines()
+    assert (torn, whole) == ("x" * 50, "there is room")
+    assert notice.endswith("no room on a disk count=2")
+
+
+PROGRAM = """
+import os, sys
+from flowforge import streams
+
+streams.let_errors_be_lost()
+with streams.read_or_stopped():
+    if os.fork() == 0:
+        sys.stderr.write("x" * 1_000_000)
+        sys.stderr.flush()
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_what_a_handler_forks_waits_for_who_reads_it() -> None:
+    """Nothing else is held up by it, and its text is whole."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=CHECKOUT, stderr=subprocess.PIPE, timeout=TIMEOUT, check=True
+    )
+    assert len(done.stderr) == 1_000_000
