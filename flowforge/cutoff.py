@@ -20,9 +20,13 @@ from flowforge.waking import readable
 
 def sever(fileno: int) -> None:
     """Shut the socket behind `fileno` down, so that whoever waits on it gets an error at once. Safe from any
-    thread."""
-    with suppress(OSError), socket.socket(fileno=os.dup(fileno)) as copy:
-        copy.shutdown(socket.SHUT_RDWR)
+    thread, also where no descriptor is left."""
+    with suppress(OSError):
+        same = socket.socket(fileno=fileno)
+        try:
+            same.shutdown(socket.SHUT_RDWR)
+        finally:
+            same.detach()
 
 
 class Cutoff:
@@ -62,15 +66,16 @@ class _Watchdog:
         self._wakes_at = float("inf")
         self._started = False
 
-    def add(self, fileno: int, seconds: float) -> int:
+    def key(self) -> int:
+        return next(self._keys)
+
+    def add(self, key: int, fileno: int, seconds: float) -> None:
         with self._changed:
             if not self._started:
                 threads.start(threading.Thread(target=self._run, name="flowforge-watchdog", daemon=True))
                 self._started = True
-            key = next(self._keys)
             self._open[key] = (time.monotonic() + seconds, os.dup(fileno), seconds)
             self._wake_for(key)
-            return key
 
     def shorten(self, key: int, seconds: float) -> None:
         with self._changed:
@@ -143,11 +148,13 @@ def guard(conn: psycopg.Connection[Any], seconds: float) -> Generator[Callable[[
     """Bound the calls on `conn` inside the block: after `seconds` its socket is shut down, so that a call
     that waits for a server that no longer answers (a half-open path that keepalives don't notice) fails as a
     lost connection. It gets as long once more if something of the answer is there and has not been read: its
-    thread has not come to it. What it gives, any thread may call with fewer seconds from now.
+    thread has not come to it. What it gives, any thread or signal handler may call, with fewer seconds from
+    now.
 
     Raises OSError where there is no descriptor or no thread for it."""
-    key = _watchdog.add(conn.fileno(), seconds)
-    try:
+    key = _watchdog.key()
+    try:  # which an exception from another thread, or a signal, may strike at any instruction
+        _watchdog.add(key, conn.fileno(), seconds)
         yield partial(_watchdog.shorten, key)
     finally:
         _watchdog.remove(key)

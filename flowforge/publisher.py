@@ -71,6 +71,7 @@ class Publisher(Daemon):
         self._told = ""  # the misconfiguration that was logged
         self._told_wrong: dict[str, str] = {}  # likewise of queues
         self.tick_limit = 60.0 + config.confirm_timeout + config.blocked_timeout
+        self.stop_limit = 5.0 + config.confirm_timeout
 
     def metrics(self) -> list[Metric]:
         """Messages by what became of them."""

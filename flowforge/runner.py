@@ -12,6 +12,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from typing import ClassVar
 
 import psycopg
@@ -45,6 +46,7 @@ class Daemon(ABC):
     functions: ClassVar[tuple[str, ...]]  # the database functions it calls, checked at the start
     channels: ClassVar[tuple[str, ...]] = ()  # notifications that wake it
     tick_limit: float = 60.0  # seconds after which a tick's connection is given up as dead
+    stop_limit: float = 5.0  # the same from when it is asked to stop, the time-out of locks not counted
     stop: Stop | None = None  # of whoever runs it: a tick of several parts looks at it between two of them
 
     def on_connect(self) -> None:  # noqa: B027 -- not every daemon needs it
@@ -126,6 +128,7 @@ class _Loop:
         self.conn: db.Connection | None = None
         self.cutoff: cutoff.Cutoff | None = None
         self.listener: Listener | None = None
+        self.shorten: Callable[[float], None] | None = None  # the time that the tick has
         self.started = False
         self.counts: Counter[str] = Counter()
         stop.on_request(self._asked)
@@ -154,6 +157,8 @@ class _Loop:
         self.waker.set()
         if self.stop.immediate and (cutoff := self.cutoff) is not None:
             cutoff.cut()
+        elif (shorten := self.shorten) is not None:
+            shorten(self.config.lock_timeout + self.daemon.stop_limit)
 
     def close(self) -> None:
         self.daemon.close()
@@ -169,18 +174,23 @@ class _Loop:
             self.conn.close()
             self.conn = None
 
+    def _turn(self) -> None:
+        conn = self._connection()
+        with cutoff.guard(conn, self.daemon.tick_limit) as self.shorten:
+            if self.stop.requested:  # before there was anything to shorten
+                return
+            moved = self.daemon.tick(conn)
+            wait = None if moved or self.stop.requested else self.daemon.pause(conn)
+        self._worked()
+        self.counts["found" if moved else "none"] += 1
+        if not moved:
+            jitter = random.uniform(0.8, 1.0)  # noqa: S311 -- not a secret
+            self._wait(self.config.poll_interval * jitter if wait is None else wait)
+
     def run(self) -> None:
         while not self.stop.requested:
             try:
-                conn = self._connection()
-                with cutoff.guard(conn, self.daemon.tick_limit):
-                    moved = self.daemon.tick(conn)
-                    wait = None if moved or self.stop.requested else self.daemon.pause(conn)
-                self._worked()
-                self.counts["found" if moved else "none"] += 1
-                if not moved:
-                    jitter = random.uniform(0.8, 1.0)  # noqa: S311 -- not a secret
-                    self._wait(self.config.poll_interval * jitter if wait is None else wait)
+                self._turn()
             except (BrokerUnavailable, BrokerBlocked) as exc:
                 self.counts["broker"] += 1
                 state = "blocked" if isinstance(exc, BrokerBlocked) else "no broker"
@@ -240,6 +250,7 @@ class _Loop:
         self.counts["database"] += 1
         self._disconnect()
         if passing and self.stop.requested:
+            self.log.warning("no database; stopping without it", error=str(exc))
             return
         state, seconds = "no database" if passing else "error", self.backoff.next()
         if self.health.report(state, str(exc)):

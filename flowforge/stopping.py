@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+from typing import Any
 
 from flowforge import threads
 from flowforge.waking import Waker
@@ -140,8 +141,7 @@ def signals(stop: Stop) -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _restore(before)
 
 
 @contextlib.contextmanager
@@ -161,7 +161,12 @@ def interrupting() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        _restore(before)
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # as one is that was not set by Python, and cannot be
             signal.signal(number, handler)
 
 

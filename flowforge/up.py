@@ -231,9 +231,9 @@ def _await(parts: list[_Part], config: Config, stop: Stop) -> None:
     names = ", ".join(part.name for part in parts if part.thread.is_alive())
     if names and not stop.immediate:
         _log.warning(
-            "waiting for handlers that still run; a second Ctrl-C or SIGTERM stops at once",
+            "waiting for what still runs; a second Ctrl-C or SIGTERM stops at once",
             part=names,
-            at_most=f"{config.grace:g} s",
+            at_most=f"{max(config.grace, config.lock_timeout + runner.Daemon.stop_limit):g} s",
         )
     for part in parts:
         part.thread.join()

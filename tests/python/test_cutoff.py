@@ -1,5 +1,6 @@
 """Calls whose answer does not come are ended, and no others."""
 
+import errno
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psycopg
 import pytest
@@ -69,12 +71,12 @@ def test_a_guard_that_cannot_start_its_thread_leaves_the_next_one_whole(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(threads.NoThread):
-                watchdog.add(ours.fileno(), TIMEOUT)
+                watchdog.add(1, ours.fileno(), TIMEOUT)
         assert watchdog._open == {}
-        key = watchdog.add(ours.fileno(), 0.0)
+        watchdog.add(1, ours.fileno(), 0.0)
         theirs.settimeout(TIMEOUT)
         assert theirs.recv(1) == b""
-        watchdog.remove(key)
+        watchdog.remove(1)
 
 
 def test_a_guard_waits_as_long_again_for_who_has_not_read_an_answer_yet() -> None:
@@ -85,10 +87,27 @@ def test_a_guard_waits_as_long_again_for_who_has_not_read_an_answer_yet() -> Non
         theirs.settimeout(TIMEOUT)
         theirs.send(b"an answer")
         begun = time.monotonic()
-        key = watchdog.add(ours.fileno(), 0.2)
+        watchdog.add(1, ours.fileno(), 0.2)
         assert theirs.recv(1) == b""
         assert time.monotonic() - begun >= 0.4
-        watchdog.remove(key)
+        watchdog.remove(1)
+
+
+def test_a_guard_needs_no_descriptor_when_it_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be none left at that moment, and it looks only once."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    watchdog = cutoff._Watchdog()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.settimeout(TIMEOUT)
+        watchdog.add(1, ours.fileno(), 3600)
+        monkeypatch.setattr(os, "dup", refuse)
+        watchdog.shorten(1, 0.0)
+        assert theirs.recv(1) == b""
+        watchdog.remove(1)
 
 
 def test_guards_work_in_the_child_of_a_fork() -> None:
@@ -103,15 +122,16 @@ def test_guards_work_in_the_child_of_a_fork() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.settimeout(TIMEOUT)
-        outer = cutoff._watchdog.add(ours.fileno(), 3600)
+        outer, inner = cutoff._watchdog.key(), cutoff._watchdog.key()
+        cutoff._watchdog.add(outer, ours.fileno(), 3600)
         holder = threading.Thread(target=hold)
         holder.start()
         held.wait(TIMEOUT)
         if (child := os.fork()) == 0:
             signal.alarm(int(TIMEOUT))
-            key = cutoff._watchdog.add(ours.fileno(), 0.0)
+            cutoff._watchdog.add(inner, ours.fileno(), 0.0)
             heard = theirs.recv(1)
-            cutoff._watchdog.remove(key)
+            cutoff._watchdog.remove(inner)
             cutoff._watchdog.remove(outer)
             os._exit(0 if heard == b"" and cutoff._watchdog._open == {} else 1)
         done.set()

@@ -514,6 +514,32 @@ def test_a_mistake_in_the_program_ends_the_daemon_with_its_traceback(
     assert [line for line in written() if "KeyError: 'mistake'" in str(line.get("traceback"))]
 
 
+def test_a_request_gives_a_tick_on_a_dead_path_a_few_seconds_more(
+    config: Config,
+    db: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    written: Callable[[], list[dict[str, object]]],
+) -> None:
+    """A supervisor waits for no more than that."""
+    begun = threading.Event()
+
+    def stall(conn: database.Connection) -> int:
+        proxy.stalled = True
+        begun.set()
+        conn.execute("select 1")
+        return 0
+
+    monkeypatch.setattr(Probe, "tick_limit", 3600.0)
+    monkeypatch.setattr(Probe, "stop_limit", 0.1)
+    with Proxy(db.server.port) as proxy:
+        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable"
+        with Running(Probe(stall), config.replace(database_url=dsn, lock_timeout=0.1)) as running:
+            assert begun.wait(TIMEOUT)
+            running.stop.request()
+            running.join()
+    assert "no database; stopping without it" in [line["event"] for line in written()]
+
+
 def test_a_second_request_ends_a_tick_that_would_not_end(config: Config) -> None:
     def hang(conn: database.Connection) -> int:
         conn.execute("select pg_sleep(300)")

@@ -95,11 +95,11 @@ def test_a_guard_for_which_there_is_no_thread_is_as_one_without_a_descriptor(
         with monkeypatch.context() as patch:
             refuse(patch)
             with pytest.raises(OSError, match=LACK):
-                watchdog.add(ours.fileno(), 0)
-        key = watchdog.add(ours.fileno(), 0)
+                watchdog.add(1, ours.fileno(), 0)
+        watchdog.add(1, ours.fileno(), 0)
         theirs.settimeout(60)
         assert theirs.recv(1) == b"", "the guard has run out"
-        watchdog.remove(key)
+        watchdog.remove(1)
 
 
 def names() -> set[str]:

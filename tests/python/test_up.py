@@ -148,7 +148,7 @@ def test_ctrl_c_says_what_is_waited_for_and_the_second_one_stops(project: Path) 
             client.trigger("slow", {"begun": str(project / "begun")})
         wait_until(lambda: (project / "begun").exists(), "the handler's start")
         os.killpg(process.pid, signal.SIGINT)
-        while "waiting for handlers" not in (line := process.stderr.readline()):
+        while "waiting for what still runs" not in (line := process.stderr.readline()):
             assert line, "it ended without a word"
         assert "a second Ctrl-C or SIGTERM stops at once" in line
         assert "600 s" in line
