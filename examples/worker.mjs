@@ -13,6 +13,7 @@ import amqp from "amqplib";
 import pg from "pg";
 
 const { FLOWFORGE_AMQP_URL: broker, FLOWFORGE_NAMESPACE: namespace, FLOWFORGE_QUEUES: queue = "default" } = process.env;
+if (process.argv.length < 3) { console.error("usage: node worker.mjs HANDLERS, a module of functions"); process.exit(2); }
 const { default: handlers } = await import(resolve(process.argv[2]));
 const [worker, lease, slots] = [`${hostname()}:${process.pid}`, "30 s", 4];
 const tell = (error) => console.error(String(error)); // the loss of a connection ends nothing

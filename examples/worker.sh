@@ -8,24 +8,30 @@
 #
 # What any worker has to do is in docs/worker-protocol.md. No password and no output stands in a program's arguments.
 set -u
+if [ ! -d "${1:-}" ]; then echo "usage: $0 HANDLERS, a directory of programs" >&2; exit 2; fi
+for tool in psql ${FLOWFORGE_AMQP_URL:+amqp-consume amqp-publish}; do
+    command -v $tool >/dev/null || { echo "there is no $tool" >&2; exit 2; }
+done
 handlers=$1 queue=${FLOWFORGE_QUEUES:-default} exchange=${FLOWFORGE_NAMESPACE:+$FLOWFORGE_NAMESPACE.}flowforge
 worker="$(hostname):$$" claim_id='' announced=-30
+export PGCONNECT_TIMEOUT="${PGCONNECT_TIMEOUT:-5}"
 scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
-ended= # by SIGTERM: give back what runs, take nothing new
-trap 'ended=yes' TERM INT
+ended= # by SIGTERM: give back what runs, take nothing new; the seconds that each call still has
+trap 'ended=5' TERM INT
 
 # A statement, repeated until it is answered, as is safe with each; its rows are in $scratch/answer. $text in it is the text
 # of the file $2: refused when it is none; cut off, and so no JSON, beyond the largest payload that there can be. 1: refused
-# for its values, which is for good. 2: no answer, and the worker is to end. Never in a subshell, which would not know that.
+# for its values, which is for good. 2: no answer, and the worker is to end, or $once is set. Never in a subshell, which would
+# not know of either.
 text="convert_from(decode(:'base64', 'base64'), 'UTF8')"
 ask() {
-    tries=5
+    tries=2
     until printf '\\set base64 `head -c 67108865 "%s" | base64 -w 0`\n%s\n' "${2:-/dev/null}" "$1" |
-        timeout 60 psql -XqAt -F $'\t' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate -v queue="$queue" -v worker="$worker" \
+        timeout ${ended:-60} psql -XqAt -F $'\t' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate -v queue="$queue" -v worker="$worker" \
             -v claim_id="$claim_id" >"$scratch/answer" 2>"$scratch/refusal"; do
         cat "$scratch/refusal" >&2
         if grep -qE ': +(22|23|54|WF)[0-9A-Z]{3}$' "$scratch/refusal"; then return 1; fi
-        if [ -n "$ended" ] && [ $((tries -= 1)) = 0 ]; then return 2; fi
+        if [ -n "${once-}" ] || { [ -n "$ended" ] && [ $((tries -= 1)) = 0 ]; }; then return 2; fi
         sleep 1
     done
 }
@@ -34,7 +40,7 @@ ask() {
 announce() {
     if [ $((SECONDS - announced)) -lt 30 ]; then return; fi
     announced=$SECONDS
-    ask "select flowforge.announce_worker(:'worker', array[:'queue'], 1)"
+    once=yes ask "select flowforge.announce_worker(:'worker', array[:'queue'], 1)"
 }
 
 claim() { # by the call, under $claim_id, which has $text in it of the file $2
@@ -70,7 +76,7 @@ take_message() {
     case $? in
         0) true ;;
         # With a consumer that has died it is only what has come of a message, which is in its queue again.
-        1) kill -0 $consumer 2>/dev/null && timeout 60 amqp-publish "$@" -p -e "$exchange.dead" <"$message" ;;
+        1) kill -0 $consumer 2>/dev/null && timeout 20 amqp-publish "$@" -p -e "$exchange.dead" <"$message" ;;
         *) false ;;
     esac && touch "$message.answered" || { kill $consumer 2>/dev/null; sleep 1; }
 }
@@ -86,7 +92,11 @@ finish() { # outcome, output, error, which of them is in which file
 
 run() { # the task run $id under $token
     if [ -n "$ended" ]; then release unstarted; return; fi
-    case $handler in */* | .*) false ;; *) [ -x "$handlers/$handler" ] ;; esac || { release unknown_handler; return; }
+    case $handler in */* | .*) false ;; *) [ -x "$handlers/$handler" ] ;; esac || {
+        echo "there is no handler $handler" >&2
+        release unknown_handler
+        return
+    }
     printf '%s\n' "$task" >"$scratch/task"
     setsid "$handlers/$handler" <"$scratch/task" >"$scratch/output" 2>"$scratch/error" &
     pid=$! why='' begun=$SECONDS renewed=$SECONDS
@@ -95,7 +105,7 @@ run() { # the task run $id under $token
         announce
         if [ $((SECONDS - renewed)) -ge $((lease / 3)) ]; then
             renewed=$SECONDS
-            ask "select outcome from flowforge.renew_leases(array[$id], array[$token], '30 s')"
+            once=yes ask "select outcome from flowforge.renew_leases(array[$id], array[$token], '30 s')"
             why=$(grep -E 'lost|cancel' "$scratch/answer")
         fi
         if [ $((SECONDS - begun)) -gt "$limit" ]; then why='time limit exceeded'; fi
@@ -126,6 +136,7 @@ if [ -n "${FLOWFORGE_AMQP_URL:-}" ]; then
 fi
 while [ -z "$ended" ]; do
     announce
+    if [ -n "$ended" ]; then break; fi
     claim_id=$(cat /proc/sys/kernel/random/uuid)
     if [ $# = 0 ]; then take_dispatch; else take_message "$@"; fi
     IFS=$'\t' read -r id token lease limit handler task <"$scratch/answer"

@@ -86,7 +86,8 @@ class Config:
     amqp_key_file: str = _text("", "file with that certificate's key; empty: the same file")
     namespace: str = _text(
         "",
-        "prefix of exchanges and queues, so that several databases can share a broker",
+        "prefix of exchanges and queues, so that several databases can share a broker; the same for all "
+        "publishers and workers of one",
         r"(?!amq$)[A-Za-z0-9_-]{0,44}",
         "up to 44 letters, digits, _ and -, other than amq",
     )

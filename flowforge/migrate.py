@@ -299,7 +299,11 @@ def _migrations(conn: db.Connection, directory: Path) -> tuple[str, ...]:
         if name not in hashes:
             raise SchemaError(f"the database was migrated by a newer release: {name} is unknown to this one")
         if hashes[name] != sha256:
-            raise SchemaError(f"{name} was edited after it was applied; restore it and write a new migration")
+            database, host = conn.info.dbname, conn.info.host
+            raise SchemaError(
+                f"database {database!r} on {host!r} was made by another build, whose {name} was another: use "
+                "the build that made it, or another database"
+            )
     applied = []
     for each in backend.to_apply(migrations):
         name = Path(each.path).name

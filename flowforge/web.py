@@ -148,7 +148,7 @@ def _check_login(config: Config) -> None:
     except (psycopg.Error, OSError) as exc:
         error = from_database(exc) if isinstance(exc, psycopg.Error) else DatabaseUnavailable(str(exc))
         if isinstance(exc, psycopg.Error) and (reason := db.refusal(exc)):
-            raise DatabaseError(f"the database refuses the connection: {reason} ({error})") from exc
+            raise DatabaseError(f"the database refuses the connection: {reason} ({first_line(exc)})") from exc
         if not isinstance(error, DatabaseUnavailable):
             raise error from exc
         log.of("web").warning("the database cannot be read yet", error=str(error))

@@ -27,7 +27,7 @@ from flowforge.client import is_connection_string
 from flowforge.config import Config
 from flowforge.conformance.proxy import DatabaseProxy, Proxy
 from flowforge.conformance.target import connect
-from flowforge.errors import ConfigError, from_database
+from flowforge.errors import ConfigError, FlowForgeError, from_database
 from flowforge.publisher import Publisher
 from flowforge.scheduler import Scheduler
 from flowforge.stopping import Stop, held_back
@@ -93,7 +93,12 @@ class Engine:
             self._threads.append(threads.start(thread))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        def clear() -> None:
+            # What has ended the examination is what is to be told.
+            with suppress(*[FlowForgeError, psycopg.Error] if kind is not None else []):
+                self.clear()
+
         with ExitStack() as stack:  # from the last to the first, whichever of them fails
             stack.callback(self._files.cleanup)
             if self.desk is not None:
@@ -103,7 +108,7 @@ class Engine:
                     stack.callback(proxy.close)
             stack.callback(lambda: self._conn.close())
             stack.callback(self._end_daemons)
-            stack.callback(self.clear)
+            stack.callback(clear)
 
     def _end_daemons(self) -> None:
         self._stop.request()
@@ -190,7 +195,7 @@ class Engine:
             self.worker = None
 
     def clear(self) -> None:
-        """Kill the worker, and end what runs."""
+        """Kill the worker, and end what runs. Raises FlowForgeError, psycopg.Error."""
         self.kill_worker()
         self.database.loses = None
         for proxy in (self.database, self.broker):

@@ -39,6 +39,18 @@ class Claim(NamedTuple):
     traceparent: str | None = None
     """Of whoever triggered the run, where it is asked for: by the statement TRACEPARENTS, apart."""
 
+    def named(self) -> dict[str, object]:
+        """The keys of a log line about it."""
+        return {
+            "run": self.run_id,
+            "task_run": self.task_run_id,
+            "workflow": self.workflow,
+            "task": self.task,
+            "handler": self.handler,
+            "attempt": self.attempt,
+            "token": self.fencing_token,
+        }
+
 
 class Answer(NamedTuple):
     """The answer to one position of a claim: `claim` is set exactly when `outcome` is claimed."""

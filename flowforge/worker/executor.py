@@ -396,14 +396,12 @@ class Executor:
             self._unstarted(execution)
         elif execution.kill():
             _log.warning(
-                "handler does not stop; its process is killed",
-                task_run=execution.claim.task_run_id, handler=execution.claim.handler,
+                "handler does not stop; its process is killed", **execution.claim.named(),
                 reason=execution.stop_reason.value if execution.stop_reason else "",
             )  # fmt: skip
         elif execution.abandon():
             _log.warning(
-                "handler does not stop; going on without it and its slot",
-                task_run=execution.claim.task_run_id, handler=execution.claim.handler,
+                "handler does not stop; going on without it and its slot", **execution.claim.named(),
                 reason=execution.stop_reason.value if execution.stop_reason else "",
             )  # fmt: skip
             self._abandoned(execution)

@@ -38,11 +38,7 @@ class Failures:
                 self._untold += 1
                 return
             self._told += 1
-        claim = execution.claim
-        _log.warning(
-            event, run=claim.run_id, task_run=claim.task_run_id, workflow=claim.workflow, task=claim.task,
-            handler=claim.handler, attempt=claim.attempt, token=claim.fencing_token, error=_first_line(error),
-        )  # fmt: skip
+        _log.warning(event, **execution.claim.named(), error=_first_line(error))
 
     def flush(self) -> None:
         """Tell of what was only counted until now. To be called about once a second, and at the end."""

@@ -228,7 +228,7 @@ class Finisher:
     def _again(self, each: _Ended, exc: psycopg.Error) -> None:
         """Send it later, alone. The lease is renewed meanwhile."""
         self._session.stuck(exc)
-        _log.warning("report refused; trying again", error=first_line(exc), **_keys(each.execution))
+        _log.warning("report refused; trying again", error=first_line(exc), **each.execution.claim.named())
         self._put_off([each._replace(alone=True)], min(self._session.pause(), 1.0))
 
     def _put_off(self, batch: Iterable[_Ended], seconds: float = 0.0) -> None:
@@ -255,7 +255,7 @@ class Finisher:
                     return
                 # The lease runs out by itself and the reaper does the rest.
                 self._session.stuck(exc)
-                _log.error("release refused", error=first_line(exc), **_keys(each.execution))
+                _log.error("release refused", error=first_line(exc), **each.execution.claim.named())
                 break
             else:
                 self._counts[f"{answer}_{reason}"] += 1
@@ -272,7 +272,7 @@ class Finisher:
             else:
                 self._counts[answer] += 1
                 if answer == "fenced":
-                    _log.warning("result refused: the lease was lost before", **_keys(each.execution))
+                    _log.warning("result refused: the lease was lost before", **each.execution.claim.named())
         self._forget(batch)
 
     def _forget(self, batch: Sequence[_Ended]) -> None:
@@ -296,13 +296,3 @@ def _arguments(batch: Sequence[_Ended]) -> list[list[object]]:
         [report.error for report in reports],
         [report.retryable for report in reports],
     ]
-
-
-def _keys(execution: Execution) -> dict[str, object]:
-    claim = execution.claim
-    return {
-        "run": claim.run_id,
-        "task_run": claim.task_run_id,
-        "attempt": claim.attempt,
-        "token": claim.fencing_token,
-    }

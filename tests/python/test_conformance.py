@@ -391,6 +391,19 @@ def test_whatever_fails_at_the_end_the_rest_is_cleaned_up(
     assert not (tmp_path / "health").exists(), "two daemons would write it in turn"
 
 
+def test_what_ended_it_is_told_whatever_fails_at_the_end(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C while the database is away."""
+
+    def fail(_: Engine) -> NoReturn:
+        raise DatabaseUnavailable("lost")
+
+    monkeypatch.setattr(Engine, "clear", fail)
+    with pytest.raises(KeyboardInterrupt), Engine(Config(database_url=db.dsn), "", ["sleep", "60"], 1):
+        raise KeyboardInterrupt
+
+
 def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

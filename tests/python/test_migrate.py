@@ -236,7 +236,7 @@ def test_a_migration_and_its_record_are_one(db: Database, files: Path) -> None:
 def test_an_applied_file_that_was_edited_is_refused(db: Database, files: Path) -> None:
     edited = files / "migrations" / MIGRATIONS[0]
     edited.write_text(edited.read_text() + "\n-- a harmless remark\n")
-    with pytest.raises(SchemaError, match=f"{MIGRATIONS[0]} was edited"):
+    with pytest.raises(SchemaError, match=f"was made by another build, whose {MIGRATIONS[0]} was another"):
         migrate(db.dsn, directory=files)
 
 

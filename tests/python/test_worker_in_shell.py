@@ -3,6 +3,7 @@ and amqp-tools that fail, which programs of the same names play."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -110,6 +111,21 @@ def test_what_is_no_text_is_reported(db: Database, start: Start) -> None:
             ("the output cannot be stored",),
         ]
     end(worker)
+
+
+def test_it_says_what_it_lacks(tmp_path: Path) -> None:
+    def said(*arguments: object, amqp: str = "") -> str:
+        given = {"PATH": str(tmp_path), "FLOWFORGE_AMQP_URL": amqp}
+        command = [shutil.which("bash") or "bash", str(WORKER), *map(str, arguments)]
+        done = subprocess.run(command, env=given, stderr=subprocess.PIPE, check=False)
+        assert done.returncode == 2
+        return done.stderr.decode()
+
+    assert "usage: " in said()
+    assert "a directory of programs" in said(tmp_path / "nowhere")
+    assert said(tmp_path) == "there is no psql\n"
+    write(tmp_path / "psql", "")
+    assert said(tmp_path, amqp="amqp://nowhere") == "there is no amqp-consume\n"
 
 
 def test_it_ends_though_nothing_answers(start: Start, tmp_path: Path) -> None:
