@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from tests.sql import mutants as sql
-from tests.sql.mutants import copy_of_checkout, replaced
+from tests.sql.mutants import replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "seeded-mistakes.md"
@@ -172,7 +173,9 @@ def put_into_functions(mutants: Sequence[sql.Mutant]) -> Iterator[Verdict]:
 
 def put_into_daemons(mistakes: Sequence[Mistake]) -> Iterator[Verdict]:
     with tempfile.TemporaryDirectory() as directory:
-        copy = copy_of_checkout(Path(directory))
+        copy = Path(directory) / "flowforge"
+        left_by_tools = shutil.ignore_patterns(".*", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=left_by_tools)
         tell(f"{len({each.test for each in mistakes})} tests of daemons without a mistake")
         cases, written = run_tests(sorted({each.test for each in mistakes}), copy)
         for each in mistakes:
