@@ -21,14 +21,12 @@ trap 'ended=5' TERM INT
 
 # A statement, repeated until it is answered, as is safe with each; its rows are in $scratch/answer. $text in it is the text
 # of the file $2: refused when it is none; cut off, and so no JSON, beyond the largest payload that there can be. 1: refused
-# for its values, which is for good. 2: no answer, and the worker is to end, or $once is set. Never in a subshell, which would
-# not know of either.
+# for its values, which is for good. 2: no answer, and the worker is to end, or there is only $once, in seconds. Never in a
+# subshell, which would not know of either.
 text="convert_from(decode(:'base64', 'base64'), 'UTF8')"
 ask() {
     tries=2
-    until printf '\\set base64 `head -c 67108865 "%s" | base64 -w 0`\n%s\n' "${2:-/dev/null}" "$1" |
-        timeout ${ended:-60} psql -XqAt -F $'\t' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate -v queue="$queue" -v worker="$worker" \
-            -v claim_id="$claim_id" >"$scratch/answer" 2>"$scratch/refusal"; do
+    until answered "$@"; do
         cat "$scratch/refusal" >&2
         if grep -qE ': +(22|23|54|WF)[0-9A-Z]{3}$' "$scratch/refusal"; then return 1; fi
         if [ -n "${once-}" ] || { [ -n "$ended" ] && [ $((tries -= 1)) = 0 ]; }; then return 2; fi
@@ -36,11 +34,25 @@ ask() {
     done
 }
 
+# In the background: else bash would look at a signal only when it is done. From SIGTERM on it has five seconds.
+answered() {
+    printf '\\set base64 `head -c 67108865 "%s" | base64 -w 0`\n%s\n' "${2:-/dev/null}" "$1" |
+        timeout "${ended:-${once:-60}}" psql -XqAt -F $'\t' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate -v queue="$queue" \
+            -v worker="$worker" -v claim_id="$claim_id" >"$scratch/answer" 2>"$scratch/refusal" &
+    asked=$! waited=0
+    wait $asked
+    while kill -0 $asked 2>/dev/null; do
+        if [ $((waited += 1)) = 50 ]; then kill $asked; fi
+        sleep 0.1
+    done
+    wait $asked
+}
+
 # Optional: who has announced itself is listed by `flowforge workers`, and counts for the window of its queue.
 announce() {
     if [ $((SECONDS - announced)) -lt 30 ]; then return; fi
     announced=$SECONDS
-    once=yes ask "select flowforge.announce_worker(:'worker', array[:'queue'], 1)"
+    once=5 ask "select flowforge.announce_worker(:'worker', array[:'queue'], 1)"
 }
 
 claim() { # by the call, under $claim_id, which has $text in it of the file $2
@@ -105,7 +117,8 @@ run() { # the task run $id under $token
         announce
         if [ $((SECONDS - renewed)) -ge $((lease / 3)) ]; then
             renewed=$SECONDS
-            once=yes ask "select outcome from flowforge.renew_leases(array[$id], array[$token], '30 s')"
+            once=5 ask "select outcome from flowforge.renew_leases(array[$id], array[$token], '30 s')" ||
+                renewed=$((SECONDS - lease / 3 + 1))
             why=$(grep -E 'lost|cancel' "$scratch/answer")
         fi
         if [ $((SECONDS - begun)) -gt "$limit" ]; then why='time limit exceeded'; fi

@@ -153,7 +153,7 @@ def guard(conn: psycopg.Connection[Any], seconds: float) -> Generator[Callable[[
 
     Raises OSError where there is no descriptor or no thread for it."""
     key = _watchdog.key()
-    try:  # which an exception from another thread, or a signal, may strike at any instruction
+    try:  # with the key known: what another thread or a signal raises may strike once it is added
         _watchdog.add(key, conn.fileno(), seconds)
         yield partial(_watchdog.shorten, key)
     finally:

@@ -250,7 +250,7 @@ class _Loop:
         self.counts["database"] += 1
         self._disconnect()
         if passing and self.stop.requested:
-            self.log.warning("no database; stopping without it", error=str(exc))
+            self.log.warning("the last call failed; stopping", error=str(exc))
             return
         state, seconds = "no database" if passing else "error", self.backoff.next()
         if self.health.report(state, str(exc)):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -215,10 +217,21 @@ def _let_signals_come() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+# Not looked for in the child of a fork, where another thread may hold the lock of that.
+_C = ctypes.CDLL(None)
+
+
+def end_with_parent(number: int) -> None:
+    """Let Linux send this process that signal when its parent ends, or the thread of it that made it."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        _C.prctl(pr_set_pdeathsig, number)
+
+
 class _Child:
     """A signal handler for the child of a fork, such as a handler makes. What a terminal sends to all of its
-    processes is for the parent, which gives its handlers time to finish. The second request is for the child
-    too, and so is the first when the parent has gone."""
+    processes is for the parent, which gives its handlers time to finish; from then on, on Linux, the child
+    ends with it. The second request is for the child too, and so is the first when the parent has gone."""
 
     def __init__(self) -> None:
         self._which = _Requests()
@@ -226,11 +239,13 @@ class _Child:
         self._spared = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if not self._which.counts(number, self._spared):
-            return
-        if self._spared or os.getppid() != self._parent:
+        if self._which.counts(number, self._spared):
+            if self._spared:
+                raise KeyboardInterrupt
+            self._spared = True
+            end_with_parent(signal.SIGTERM)
+        if os.getppid() != self._parent:
             raise KeyboardInterrupt
-        self._spared = True
 
 
 def leave_to_worker() -> None:
@@ -273,18 +288,25 @@ def held_back() -> Iterator[None]:
     """Within the block SIGTERM, SIGINT and SIGHUP interrupt nothing; whoever handles them is told at its end.
     Outside of the main thread, where they interrupt nothing either, it does nothing."""
     within = True
-    came: list[tuple[int, FrameType | None]] = []
+    came: deque[tuple[int, FrameType | None]] = deque()
     before: dict[int, Callable[[int, FrameType | None], object]] = {}
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if within:
-            came.append((number, frame))
-        else:
-            tell(number, frame)
+        came.append((number, frame))
+        if not within:
+            tell()
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        # A SIGHUP that is ignored, of which hang_up tells, is for whoever handles SIGTERM.
-        before[number if number in before else signal.SIGTERM](number, frame)
+    def tell() -> None:
+        """Each once, whatever is raised, and whichever thread comes to it."""
+        try:
+            number, frame = came.popleft()
+        except IndexError:
+            return
+        try:
+            # A SIGHUP that is ignored, of which hang_up tells, is for whoever handles SIGTERM.
+            before[number if number in before else signal.SIGTERM](number, frame)
+        finally:
+            tell()
 
     with contextlib.ExitStack() as after:  # which goes on to its end, whatever is raised on the way
         if threading.current_thread() is threading.main_thread():
@@ -298,8 +320,7 @@ def held_back() -> Iterator[None]:
             yield
         finally:
             within = False
-            for number, frame in came:
-                after.callback(tell, number, frame)
+            after.callback(tell)
 
 
 def end_soon(code: int) -> None:

@@ -38,12 +38,13 @@ class _Sender(NamedTuple):
 
 
 class Stream(io.FileIO):
-    """A file for what is told: where it cannot be written, nobody can be told, and all else goes on."""
+    """Standard output, or error, of a command or, between serve_daemon and serve_command, of a daemon, which
+    it never lets wait or fail. Errors of a command that cannot be written are let go, too: whom to tell?"""
 
     unread = False
     """Whether whoever read it has gone."""
     lost = 0
-    """Writes let go since the last one that was done, or a part of them."""
+    """Lines let go since the last one that was written, or a part of them."""
     refused = ""
     """Why the last write came to nothing; empty when it did not."""
     _torn = False  # what was written last is the beginning of what was let go
@@ -53,28 +54,34 @@ class Stream(io.FileIO):
 
     def __init__(self, fileno: int) -> None:
         super().__init__(fileno, "w", closefd=False)
+        self._is_output = fileno == 1
+        self._file = _file(fileno)
 
     def write(self, data: Any, /) -> int:
+        sender = self._sender
+        if self._is_output and (sender is None or _file(self.fileno()) != self._file):
+            # As any program; a handler has put a file of its own in the place.
+            return super().write(data)
         self.refused = ""
         try:
-            if not self._written(memoryview(data)):
-                self.lost += 1
-                self.refused = "nobody reads it"
-            elif self.lost and self._sender is not None and data[-1:] == b"\n":
+            if not self._written(memoryview(data), sender):
+                self._lose(data, "nobody reads it")
+            elif self.lost and sender is not None and bytes(data[-1:]) == b"\n":
                 lost, self.lost = self.lost, 0
+                of = "output" if self._is_output else "error"
                 # Not to be left out, whatever the level.
-                log.of("log").error("lines were lost: read too slowly, or no room on a disk", count=lost)
-        except ValueError:  # closed by the main thread meanwhile
-            self.lost += 1
-        except OSError as error:
-            self.refused = str(error)
-            if error.errno == errno.EPIPE:
+                log.of("log").error(
+                    "lines were lost: read too slowly, or no room on a disk", of=f"standard {of}", count=lost
+                )
+        except ValueError as exc:  # closed by the main thread meanwhile
+            self._lose(data, str(exc))
+        except OSError as exc:
+            self._lose(data, str(exc))
+            if exc.errno == errno.EPIPE:
                 self.reader_gone()
-            else:  # such as of a disk that is full
-                self.lost += 1
         return len(data)
 
-    def serve_daemon(self, on_unread: Callable[[], object] | None) -> None:
+    def serve_daemon(self, on_unread: Callable[[], object] | None = None) -> None:
         """From now on nothing waits for its reader; what is called when that has gone."""
         self._on_unread = on_unread
         self._sender = _sender(self)
@@ -100,44 +107,60 @@ class Stream(io.FileIO):
             if self._on_unread is not None:
                 self._on_unread()
 
-    @property
     def watched(self) -> int | None:
         """A descriptor that tells when the reader goes. Not a terminal's: what runs on without it may."""
         fileno = self.fileno() if self._sender is None else self._sender.fileno
         mode = os.fstat(fileno).st_mode
         return fileno if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) else None
 
-    def _written(self, left: memoryview) -> bool:
-        """Whether all of it was."""
-        send = super().write if self._sender is None else self._sender.send
-        if self._torn and send(b"\n"):
-            self._torn = False
-        begun = had_room = False
+    def _lose(self, data: Any, why: str) -> None:
+        self.lost += max(1, bytes(data).count(b"\n"))
+        self.refused = why
+
+    def _written(self, whole: memoryview, sender: _Sender | None) -> bool:
+        """Whether all of it was. A line that was torn is ended before."""
+        send = super().write if sender is None else sender.send
+        if self._torn:
+            whole = memoryview(b"\n" + bytes(whole))
+        left, had_room = whole, False
         try:
             while left:
                 written = send(left)
                 if written is not None:
-                    left, begun, had_room = left[written:], True, False
-                elif had_room or not self._has_room():
-                    return False  # of room that there was, somebody else made use
+                    left, had_room = left[written:], False
+                elif sender is None or had_room or not self._has_room(sender):
+                    # Whoever shares it has made it non-blocking, or made use of the room that there was.
+                    return False
                 else:
                     had_room = True
         finally:
-            self._torn |= begun and len(left) > 0
+            if sent := len(whole) - len(left):
+                self._torn = len(left) > 0 and whole[sent - 1] != ord("\n")
         return True
 
-    def _has_room(self) -> bool:
-        if self._sender is None:  # whoever shares the file has made it non-blocking
-            return False
+    def _has_room(self, sender: _Sender) -> bool:
         begun = time.monotonic()
         if begun - self._since > PATIENCE_FOR:
             self._left, self._since = PATIENCE, begun
-        found = _has_room(self._sender.fileno, max(0.0, self._left))
+        found = _has_room(sender.fileno, max(0.0, self._left))
         self._left -= time.monotonic() - begun
         return found
 
 
 _of_daemons: list[Stream] = []
+
+
+def _forked() -> None:
+    for stream in [*_of_daemons]:
+        stream.serve_command()
+
+
+os.register_at_fork(after_in_child=_forked)  # what a handler forks is no daemon
+
+
+def _file(fileno: int) -> tuple[int, int]:
+    found = os.fstat(fileno)
+    return found.st_dev, found.st_ino
 
 
 def _has_room(fileno: int, seconds: float) -> bool:
@@ -191,93 +214,94 @@ def _open(path: str, _flags: int) -> int:
     return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
-def _forked() -> None:
-    for stream in [*_of_daemons]:
-        stream.serve_command()
+class _Taken(NamedTuple):
+    """What was standard output or error is written through the stream."""
+
+    stream: Stream
+    text: TextIO
 
 
-os.register_at_fork(after_in_child=_forked)  # what a handler forks is no daemon
+_taken: dict[str, _Taken] = {}
 
 
 def let_errors_be_lost() -> None:
     """From now on standard error is written if it can be."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
-        sys.stderr = _told_by(Stream(sys.stderr.fileno()), sys.stderr)
+    _take("stderr")
+
+
+def serve() -> None:
+    """The same, and standard output is ready for `read_or_stopped`. To be called before modules of handlers
+    are imported, which may keep what they find."""
+    _take("stderr")
+    _take("stdout")
 
 
 def never_wait() -> None:
-    """From now on, and to the end of the process, standard output and error let go what cannot be written."""
-    for name in ("stdout", "stderr"):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            of = getattr(sys, name)
-            stream = Stream(of.fileno())
-            setattr(sys, name, _told_by(stream, of))
-            stream.serve_daemon(None)
+    """From now on, and to the end of the process, both let go what cannot be written."""
+    serve()
+    for each in _taken.values():
+        each.stream.serve_daemon()
 
 
 class Readers:
     """Who reads what a daemon tells."""
 
-    def __init__(self) -> None:
-        self.streams: list[Stream] = []
+    def __init__(self, log_of: Stream | None) -> None:
+        self._log_of = log_of
 
     def exit_code(self, code: int) -> int:
-        """The exit code of a daemon that would end with `code`, in view of its readers."""
-        return EXIT_PIPE if code == EXIT_OK and any(stream.unread for stream in self.streams) else code
+        """The exit code of a daemon that would end with `code`, in view of who read its log."""
+        return EXIT_PIPE if code == EXIT_OK and self._log_of is not None and self._log_of.unread else code
 
 
 @contextlib.contextmanager
 def read_or_stopped() -> Iterator[Readers]:
     """Within the block the process is a daemon: it waits for nobody who reads its log, or what its handlers
-    print, and stops when they have gone. A log that nobody reads tells nothing.
+    print, and stops when nobody reads the log any more. A log that nobody reads tells nothing.
 
-    For a program that lets its errors be lost."""
-    readers, errors, printed = Readers(), getattr(sys.stderr, "buffer", None), sys.stdout
-    if not isinstance(errors, Stream):
-        yield readers
-        return
-    readers.streams.append(errors)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
-        told = Stream(printed.fileno())
-        sys.stdout = _told_by(told, printed)
-        readers.streams.append(told)
-    # Which counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
-    for stream in readers.streams:
-        stream.serve_daemon(stopping.hang_up)
+    For programs that have called `serve`."""
+    errors = _taken["stderr"].stream if "stderr" in _taken else None
+    for each in _taken.values():
+        # A hang-up counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
+        each.stream.serve_daemon(stopping.hang_up if each.stream is errors else _warn)
     try:
-        with _watched(readers.streams):
-            yield readers
+        with _watched(errors):
+            yield Readers(errors)
     finally:
-        with contextlib.suppress(ValueError):
-            sys.stdout.flush()
-        sys.stdout = printed
-        for stream in readers.streams:
-            stream.serve_command()
+        for name, each in _taken.items():
+            with contextlib.suppress(Exception):  # a handler may have done anything to it
+                each.text.flush()
+            setattr(sys, name, each.text)  # or put anything in its place
+            each.stream.serve_command()
+
+
+def _warn() -> None:
+    log.of("log").warning("nobody reads standard output any more; what is printed is let go")
 
 
 @contextlib.contextmanager
-def _watched(streams: list[Stream]) -> Iterator[None]:
-    """Within the block it is noticed when a reader goes, though there is nothing to tell it."""
+def _watched(stream: Stream | None) -> Iterator[None]:
+    """Within the block it is noticed when the reader goes, though there is nothing to tell it."""
+    fileno = None if stream is None else stream.watched()
+    if stream is None or fileno is None:
+        yield
+        return
     poll = select.poll()
-    of = {fileno: stream for stream in streams if (fileno := stream.watched) is not None}
-    for fileno in of:
-        poll.register(fileno, 0)
+    poll.register(fileno, 0)
     end, ends = os.pipe()
     poll.register(end, select.POLLIN)
 
     def watch() -> None:
         while True:
-            for fileno, event in poll.poll():
-                if fileno == end:
+            for found, _ in poll.poll():
+                if found == end:
                     return
-                poll.unregister(fileno)
-                if not event & select.POLLNVAL:
-                    of[fileno].reader_gone()
+                poll.unregister(found)
+                stream.reader_gone()
 
     watching = None
-    if of:
-        with contextlib.suppress(threads.NoThread):  # it is noticed at the next line, then
-            watching = threads.start(threading.Thread(target=watch, name="flowforge-readers", daemon=True))
+    with contextlib.suppress(threads.NoThread):  # it is noticed at the next line, then
+        watching = threads.start(threading.Thread(target=watch, name="flowforge-reader", daemon=True))
     try:
         yield
     finally:
@@ -287,22 +311,22 @@ def _watched(streams: list[Stream]) -> Iterator[None]:
         os.close(end)
 
 
-def _told_by(raw: Stream, stream: TextIO) -> TextIO:
-    """Text for `raw` as `stream` has it."""
-    if stream is sys.stderr:
-        # Without a buffer, which would write once more what Ctrl-C interrupts just after it was written.
-        whole: Any = raw
-        return io.TextIOWrapper(whole, stream.encoding, "replace", write_through=True)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw),
-        stream.encoding,
-        stream.errors,
-        line_buffering=getattr(stream, "line_buffering", False),
-        write_through=getattr(stream, "write_through", False),
-    )
+def _take(name: str) -> None:
+    of = getattr(sys, name)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
+        stream: Any = Stream(of.fileno())
+        if name == "stderr":
+            # Without a buffer, which would write once more what Ctrl-C interrupts just after it was written.
+            text = io.TextIOWrapper(stream, of.encoding, "replace", write_through=True)
+        elif of.write_through:  # as by PYTHONUNBUFFERED
+            text = io.TextIOWrapper(stream, of.encoding, of.errors, write_through=True)
+        else:
+            buffer = io.BufferedWriter(stream)
+            text = io.TextIOWrapper(buffer, of.encoding, of.errors, line_buffering=of.line_buffering)
+        setattr(sys, name, text)
+        _taken[name] = _Taken(stream, text)
 
 
 def refused() -> str:
     """Why what a daemon printed last came to nothing; empty when it did not."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return raw.refused if isinstance(raw, Stream) else ""
+    return _taken["stdout"].stream.refused if "stdout" in _taken else ""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flowforge import exits, log, runner, threads
@@ -52,6 +53,7 @@ class _Part:
     name: str
     main: Callable[[], int]
     health: Health
+    stops_within: float  # seconds
     left_behind: Callable[[], bool] = lambda: False  # whether a handler is left that did not stop
     code: int = exits.EXIT_FAILED
 
@@ -149,7 +151,7 @@ def _parts(
     if handlers:
         health = Health("worker")
         worker = Worker(handlers, config, stop, health, sources=sources)
-        parts.append(_Part("worker", worker.run, health, lambda: worker.left_behind))
+        parts.append(_Part("worker", worker.run, health, config.grace, lambda: worker.left_behind))
     if config.uses_broker:
         from flowforge.publisher import Publisher
 
@@ -159,7 +161,8 @@ def _parts(
 
 def _daemon(daemon: runner.Daemon, config: Config, stop: Stop) -> _Part:
     health = Health(daemon.name)
-    return _Part(daemon.name, lambda: runner.run(daemon, config, stop=stop, health=health), health)
+    main = partial(runner.run, daemon, config, stop=stop, health=health)
+    return _Part(daemon.name, main, health, config.lock_timeout + daemon.stop_limit)
 
 
 def _run_parts(
@@ -180,7 +183,7 @@ def _run_parts(
         raise
     finally:
         health.report("stopping")
-        _await([part for part in parts if part.thread.ident is not None], config, stop)
+        _await([part for part in parts if part.thread.ident is not None], stop)
     if failure is not None:
         return failure
     if stop.immediate:
@@ -223,17 +226,17 @@ def _watch(
     return failure
 
 
-def _await(parts: list[_Part], config: Config, stop: Stop) -> None:
+def _await(parts: list[_Part], stop: Stop) -> None:
     """Returns when all parts have ended. Says what is waited for when that takes a moment."""
     deadline = time.monotonic() + _MOMENT
     for part in parts:
         part.thread.join(max(0.0, deadline - time.monotonic()))
-    names = ", ".join(part.name for part in parts if part.thread.is_alive())
-    if names and not stop.immediate:
+    left = [part for part in parts if part.thread.is_alive()]
+    if left and not stop.immediate:
         _log.warning(
             "waiting for what still runs; a second Ctrl-C or SIGTERM stops at once",
-            part=names,
-            at_most=f"{max(config.grace, config.lock_timeout + runner.Daemon.stop_limit):g} s",
+            part=", ".join(part.name for part in left),
+            at_most=f"{max(part.stops_within for part in left):g} s",
         )
     for part in parts:
         part.thread.join()

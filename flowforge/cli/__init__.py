@@ -124,7 +124,8 @@ def _told_in_vain(error: OSError) -> int:
 def _is_of_output(error: OSError) -> bool:
     """Whether it arose where text is printed."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("click", "rich")
+    module = str(frame.f_globals.get("__name__"))
+    return module.partition(".")[0] in ("click", "rich") or module == streams.__name__
 
 
 def _forget_output() -> None:
@@ -179,10 +180,10 @@ def _open_what_is_closed() -> None:
         try:
             os.fstat(fileno)
         except OSError:
-            # The lowest number that is free, which this is.
-            os.open(os.devnull, flags)
-            if fileno == 1:
-                sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 -- for good
+            # The lowest number that is free, which this is. For what this program starts, too.
+            os.set_inheritable(os.open(os.devnull, flags), True)
+            if fileno > 0:
+                setattr(sys, ("stdout", "stderr")[fileno - 1], open(fileno, "w", closefd=False))  # noqa: SIM115
 
 
 def main() -> None:
@@ -191,11 +192,12 @@ def main() -> None:
     # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    streams.let_errors_be_lost()
     if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
+        streams.serve()
         # Before anything that takes a while: what is asked to stop so early ends as it would later.
         stopping.remember()
     else:
+        streams.let_errors_be_lost()
         # Ctrl-C, also where a script started this in the background and so had SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

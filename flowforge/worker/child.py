@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import ctypes
 import inspect
 import os
 import queue
@@ -331,9 +330,7 @@ def _make_room(raised: BaseException) -> None:
 
 def _die_with(parent: int) -> None:
     """Let Linux kill this process when the worker ends, even while a handler holds the interpreter."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    stopping.end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it ended before
 

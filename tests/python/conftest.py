@@ -1,5 +1,6 @@
 """Fixtures of the tests of daemons: an engine on a fresh database, with either delivery."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from tests.python.slots import Slots
 from tests.python.workbench import Bench, LossyProxy
 from tests.services.database import Database
 from tests.services.rabbitmq import Broker, RabbitServer
+
+
+@pytest.fixture
+def hears_hang_ups() -> Iterator[None]:
+    """A SIGHUP is not ignored, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -74,6 +74,20 @@ def test_output_that_cannot_be_written_is_told_in_a_line() -> None:
     assert (done.returncode, done.stderr) == (exits.EXIT_FAILED, said)
 
 
+def test_what_is_closed_is_no_file_s_number(tmp_path: Path) -> None:
+    """Nor in what is started: a library would print into it."""
+    program = """
+import os, subprocess, sys
+from flowforge.cli import _open_what_is_closed
+_open_what_is_closed()
+code = "import os, sys; assert sys.stdout is not None; assert os.open('/dev/null', os.O_RDONLY) > 2"
+subprocess.run([sys.executable, "-c", code], check=True)
+assert os.open(os.devnull, os.O_RDONLY) > 2
+"""
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     ["--help", "--version", "runs --help", "config", "config --json", "show 1", "watch 1", "runs", "doctor"],

@@ -332,6 +332,7 @@ def test_a_database_that_is_lost_is_not_laid_at_the_worker_s_door_either(
     assert "server closed the connection" in told
 
 
+@pytest.mark.usefixtures("hears_hang_ups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_no_worker_behind(db: Database, tmp_path: Path, number: int) -> None:
     """It is in a session of its own."""

@@ -20,14 +20,15 @@ from tests.services.database import Database
 from tests.services.process import wait_until
 
 WORKFLOW = """
-import multiprocessing, pathlib, time
+import multiprocessing, os, pathlib, time
 from flowforge import Workflow
 
 fork = multiprocessing.get_context("fork")
 workflow = Workflow("w")
 
 def child():
-    pathlib.Path("begun").touch()
+    pathlib.Path("new").write_text(str(os.getpid()))
+    pathlib.Path("new").rename("begun")
     while not pathlib.Path("go").exists():
         time.sleep(0.01)
 
@@ -41,12 +42,14 @@ def task(ctx):
 """
 
 
+pytestmark = pytest.mark.usefixtures("hears_hang_ups")
+
 ISOLATION = pytest.mark.parametrize("isolation", ["threads", "processes"])
 
 
 @contextmanager
 def worker(
-    db: Database, directory: Path, isolation: str, after: str
+    db: Database, directory: Path, isolation: str, after: str, grace: str = "600"
 ) -> Iterator[tuple[Client, int, subprocess.Popen[bytes]]]:
     """A worker whose only handler forks; with a client, and the run."""
     (directory / "own.py").write_text(WORKFLOW.replace("AFTER", after))
@@ -54,7 +57,7 @@ def worker(
         client.define({"name": "w", "tasks": [{"name": "task"}]})
         run = client.trigger("w")
         with subprocess.Popen(
-            [sys.executable, "-m", "flowforge", "worker", "own", "--grace", "600", "--isolation", isolation],
+            [sys.executable, "-m", "flowforge", "worker", "own", "--grace", grace, "--isolation", isolation],
             cwd=directory,
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
@@ -80,6 +83,23 @@ def test_a_terminal_s_signal_does_not_take_the_grace_time_from_a_handler(
         assert client.wait(run, timeout=TIMEOUT).outputs == {"task": 0}
 
 
+def test_what_was_spared_ends_with_the_worker(db: Database, tmp_path: Path) -> None:
+    """It is executed elsewhere by then."""
+    with worker(db, tmp_path, "threads", "", grace="0.1") as (_, _, process):
+        wait_until((tmp_path / "begun").exists, "the child", TIMEOUT)
+        pid = int((tmp_path / "begun").read_text())
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(TIMEOUT)
+        wait_until(lambda: not is_alive(pid), "the end of the child", TIMEOUT)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError:
+        return False
+
+
 @ISOLATION
 def test_a_handler_can_end_its_children(db: Database, tmp_path: Path, isolation: str) -> None:
     """As pools do; and the worker is asked nothing by that."""
@@ -89,6 +109,12 @@ def test_a_handler_can_end_its_children(db: Database, tmp_path: Path, isolation:
         assert process.wait(TIMEOUT) == 0
 
 
+@pytest.fixture
+def no_prctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "end_with_parent", lambda _: None)
+
+
+@pytest.mark.usefixtures("no_prctl")
 def test_the_second_request_is_for_a_child_too() -> None:
     child = stopping._Child()
     child(signal.SIGINT, None)
@@ -97,11 +123,13 @@ def test_the_second_request_is_for_a_child_too() -> None:
         child(signal.SIGINT, None)
 
 
+@pytest.mark.usefixtures("no_prctl")
 def test_so_is_the_first_when_its_parent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     child = stopping._Child()
+    child(signal.SIGINT, None)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
-        child(signal.SIGINT, None)
+        child(signal.SIGHUP, None)
 
 
 @pytest.mark.parametrize("blocked", [set[int](), set(SIGNALS)])

@@ -514,6 +514,23 @@ def test_a_mistake_in_the_program_ends_the_daemon_with_its_traceback(
     assert [line for line in written() if "KeyError: 'mistake'" in str(line.get("traceback"))]
 
 
+def test_a_request_lets_a_tick_finish(config: Config, written: Callable[[], list[dict[str, object]]]) -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def work(conn: database.Connection) -> int:
+        begun.set()
+        conn.execute("select pg_sleep(0.5)")
+        done.set()
+        return 0
+
+    with Running(Probe(work), config) as running:
+        assert begun.wait(TIMEOUT)
+        running.stop.request()
+        running.join()
+    assert done.is_set()
+    assert "the last call failed; stopping" not in [line["event"] for line in written()]
+
+
 def test_a_request_gives_a_tick_on_a_dead_path_a_few_seconds_more(
     config: Config,
     db: Database,
@@ -537,7 +554,7 @@ def test_a_request_gives_a_tick_on_a_dead_path_a_few_seconds_more(
             assert begun.wait(TIMEOUT)
             running.stop.request()
             running.join()
-    assert "no database; stopping without it" in [line["event"] for line in written()]
+    assert "the last call failed; stopping" in [line["event"] for line in written()]
 
 
 def test_a_second_request_ends_a_tick_that_would_not_end(config: Config) -> None:

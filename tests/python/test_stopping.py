@@ -23,6 +23,8 @@ from tests.python.running import running
 from tests.services.database import Database
 from tests.services.process import wait_until
 
+pytestmark = pytest.mark.usefixtures("hears_hang_ups")
+
 MODULE = """
 import atexit, os, signal
 from flowforge import Workflow

@@ -1,4 +1,4 @@
-"""Standard error as daemons write it: nobody who reads it too slowly holds them up."""
+"""Standard output and error as daemons write them: nobody who reads them too slowly holds them up."""
 
 import io
 import os
@@ -83,7 +83,7 @@ def test_lines_are_let_go_and_counted_once_there_is_room(ends: tuple[int, int]) 
             told = drained(reader).decode()
         finally:
             log.reset()
-    notice = r"\S+ error +log: lines were lost: read too slowly, or no room on a disk count=\d\d+"
+    notice = r'\S+ error +log: lines were lost: .* of="standard error" count=\d\d+'
     assert re.search(
         rf"^\S+ info +test: there is room\n{notice}\nhalf\n$",
         told.removeprefix("" if before.endswith(b"\n") else "\n"),
@@ -239,14 +239,50 @@ def test_a_full_disk_tears_no_line_for_good(tmp_path: Path) -> None:
         subprocess.run(command, cwd=CHECKOUT, stderr=file, timeout=TIMEOUT, check=True)
     torn, whole, notice = (tmp_path / "log").read_text().splitlines()
     assert (torn, whole) == ("x" * 50, "there is room")
-    assert notice.endswith("no room on a disk count=2")
+    assert notice.endswith('no room on a disk of="standard error" count=2')
 
 
-PROGRAM = """
-import os, sys
-from flowforge import streams
+def test_a_line_is_not_glued_to_a_torn_one_when_its_reader_comes_back() -> None:
+    """In the moment for which it is waited for."""
+    reader, writer = os.pipe()
+    raw = daemon(writer)
+    while not raw._torn:
+        raw.write(b"x" * 9999 + b"\n")
+    raw._left = TIMEOUT
 
-streams.let_errors_be_lost()
+    def read() -> None:
+        found.append(os.read(reader, 1 << 20))
+        while not found[-1].endswith(b"line\n"):
+            found.append(os.read(reader, 1 << 20))
+
+    found: list[bytes] = []
+    thread = threading.Thread(target=read)
+    thread.start()
+    raw.write(b"whole line\n")
+    thread.join(TIMEOUT)
+    assert b"".join(found).splitlines()[-1] == b"whole line"
+    os.close(reader)
+    os.close(writer)
+
+
+def program(code: str, **options: Any) -> "subprocess.CompletedProcess[bytes]":
+    """A program of this code, which is to become a daemon."""
+    environment = {each: value for each, value in os.environ.items() if each != "PYTHONUNBUFFERED"}
+    environment |= options.pop("env", {})
+    begun = "import logging, os, sys, time\nfrom flowforge import log, streams\nstreams.serve()\n"
+    return subprocess.run(
+        [sys.executable, "-c", begun + code],
+        cwd=CHECKOUT,
+        env=environment,
+        timeout=TIMEOUT,
+        check=True,
+        **options,
+    )
+
+
+def test_what_a_handler_forks_waits_for_who_reads_it() -> None:
+    """Nothing else is held up by it, and its text is whole."""
+    code = """
 with streams.read_or_stopped():
     if os.fork() == 0:
         sys.stderr.write("x" * 1_000_000)
@@ -254,11 +290,71 @@ with streams.read_or_stopped():
         os._exit(0)
     os.wait()
 """
+    assert len(program(code, stderr=subprocess.PIPE).stderr) == 1_000_000
 
 
-def test_what_a_handler_forks_waits_for_who_reads_it() -> None:
-    """Nothing else is held up by it, and its text is whole."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=CHECKOUT, stderr=subprocess.PIPE, timeout=TIMEOUT, check=True
-    )
-    assert len(done.stderr) == 1_000_000
+def test_what_modules_take_at_their_import_waits_for_nobody() -> None:
+    """Such as a handler of the standard library's logging."""
+    code = """
+logging.basicConfig(stream=sys.stdout)
+logging.raiseExceptions = True
+out = sys.stdout
+with streams.read_or_stopped():
+    for _ in range(100):
+        logging.warning("x" * 9999)
+        out.write("y" * 9999)
+"""
+    reader, writer = os.pipe()
+    program(code, stdout=writer, stderr=subprocess.DEVNULL)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_what_is_printed_comes_when_python_would_write_it_and_in_order(unbuffered: bool) -> None:
+    code = """
+print("imported")
+with streams.read_or_stopped():
+    print("of a handler")
+    sys.stderr.write("done")
+    os._exit(0)
+"""
+    code = code.replace("os._exit(0)", "") if not unbuffered else code
+    env = {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
+    assert program(code, stdout=subprocess.PIPE, env=env).stdout == b"imported\nof a handler\n"
+
+
+def test_a_handler_may_put_a_file_in_the_place_of_standard_output(tmp_path: Path) -> None:
+    """Or whatever object: the daemon ends as ever."""
+    code = f"""
+with streams.read_or_stopped() as readers:
+    kept = os.dup(1)
+    file = os.open({str(tmp_path / "captured")!r}, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    print("captured", flush=True)
+    os.dup2(kept, 1)
+    print("printed", flush=True)
+    sys.stdout = object()
+sys.exit(readers.exit_code(0))
+"""
+    assert program(code, stdout=subprocess.PIPE).stdout == b"printed\n"
+    assert (tmp_path / "captured").read_text() == "captured\n"
+
+
+def test_a_daemon_serves_on_when_only_its_output_is_not_read_any_more() -> None:
+    """As of `up`, of which somebody wanted the first line."""
+    code = """
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(writer)
+streams.serve()
+log.configure()
+with streams.read_or_stopped() as readers:
+    os.close(reader)
+    print("x", flush=True)
+    print("y", flush=True)
+    assert "Broken pipe" in streams.refused()
+sys.exit(readers.exit_code(0))
+"""
+    told = program(code, stderr=subprocess.PIPE).stderr.decode()
+    assert told.count("nobody reads standard output any more") == 1

@@ -131,7 +131,7 @@ def test_a_publisher_that_never_had_its_thread_ends_with_a_word(monkeypatch: pyt
 
 def test_up_ends_the_daemons_that_have_threads_when_one_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Stop()
-    parts = [up._Part(name, lambda: int(not stop.wait()), Health(name)) for name in ("one", "two")]
+    parts = [up._Part(name, lambda: int(not stop.wait()), Health(name), 1.0) for name in ("one", "two")]
     refuse(monkeypatch, "flowforge-two")
     with pytest.raises(NoThread, match=LACK):
         up._run_parts(parts, Config(), None, stop, lambda: None)

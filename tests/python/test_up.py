@@ -320,7 +320,7 @@ def test_of_handlers_that_are_left_is_told_also_after_an_error(
     stop, told = Stop(), list[bool]()
     health = Health("worker")
     health.ticked()
-    part = up._Part("worker", lambda: int(not stop.wait()), health, lambda: True)
+    part = up._Part("worker", lambda: int(not stop.wait()), health, 1.0, lambda: True)
     monkeypatch.setattr(up, "_parts", lambda *_: [part])
     with pytest.raises(BrokenPipeError):
         up.run(Config(database_url=db.dsn), [], ready=closed, abandoned=lambda: told.append(True), stop=stop)

@@ -134,6 +134,15 @@ def test_it_ends_though_nothing_answers(start: Start, tmp_path: Path) -> None:
     end(worker)
 
 
+def test_it_ends_though_an_answer_never_comes(start: Start, tmp_path: Path) -> None:
+    """In a few seconds, not in the minute that a call may take: a supervisor waits for no longer."""
+    write(tmp_path / "path" / "psql", 'touch "$D/asked"; exec sleep 600')
+    worker = start("host=nowhere user=nobody dbname=none")
+    wait_until((tmp_path / "asked").exists, "the first call", 60)
+    worker.terminate()
+    assert worker.wait(40) == 0
+
+
 def test_half_a_message_is_no_dead_letter(db: Database, start: Start, tools: Path) -> None:
     """A consumer that dies while it hands one over leaves what cannot be read; the broker offers it again."""
     with connect(db.dsn, autocommit=True) as connection:
