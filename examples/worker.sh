@@ -39,13 +39,18 @@ answered() {
     printf '\\set base64 `head -c 67108865 "%s" | base64 -w 0`\n%s\n' "${2:-/dev/null}" "$1" |
         timeout "${ended:-${once:-60}}" psql -XqAt -F $'\t' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate -v queue="$queue" \
             -v worker="$worker" -v claim_id="$claim_id" >"$scratch/answer" 2>"$scratch/refusal" &
-    asked=$! waited=0
-    wait $asked
-    while kill -0 $asked 2>/dev/null; do
-        if [ $((waited += 1)) = 50 ]; then kill $asked; fi
-        sleep 0.1
-    done
-    wait $asked
+    asked=$! waited=0 status=127
+    if [ -z "$ended" ]; then
+        wait $asked
+        status=$?
+    fi
+    if kill -0 $asked 2>/dev/null; then
+        while [ $((waited += 1)) -le 50 ] && kill -0 $asked 2>/dev/null; do sleep 0.1; done
+        kill $asked 2>/dev/null
+        wait $asked
+        status=$?
+    fi
+    return $status
 }
 
 # Optional: who has announced itself is listed by `flowforge workers`, and counts for the window of its queue.

@@ -243,7 +243,10 @@ class _Child:
             if self._spared:
                 raise KeyboardInterrupt
             self._spared = True
-            end_with_parent(signal.SIGTERM)
+            # It comes as well when only the thread ends that made this process, and means nothing then: from
+            # now on a SIGHUP is no request of its own.
+            signal.signal(signal.SIGHUP, self)
+            end_with_parent(signal.SIGHUP)
         if os.getppid() != self._parent:
             raise KeyboardInterrupt
 

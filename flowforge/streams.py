@@ -58,11 +58,10 @@ class Stream(io.FileIO):
         self._file = _file(fileno)
 
     def write(self, data: Any, /) -> int:
-        sender = self._sender
+        sender, self.refused = self._sender, ""
         if self._is_output and (sender is None or _file(self.fileno()) != self._file):
             # As any program; a handler has put a file of its own in the place.
             return super().write(data)
-        self.refused = ""
         try:
             if not self._written(memoryview(data), sender):
                 self._lose(data, "nobody reads it")
@@ -260,15 +259,16 @@ def read_or_stopped() -> Iterator[Readers]:
     print, and stops when nobody reads the log any more. A log that nobody reads tells nothing.
 
     For programs that have called `serve`."""
-    errors = _taken["stderr"].stream if "stderr" in _taken else None
-    for each in _taken.values():
+    taken = {name: each for name, each in _taken.items() if getattr(sys, name) is each.text}
+    errors = taken["stderr"].stream if "stderr" in taken else None
+    for each in taken.values():
         # A hang-up counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
         each.stream.serve_daemon(stopping.hang_up if each.stream is errors else _warn)
     try:
         with _watched(errors):
             yield Readers(errors)
     finally:
-        for name, each in _taken.items():
+        for name, each in taken.items():
             with contextlib.suppress(Exception):  # a handler may have done anything to it
                 each.text.flush()
             setattr(sys, name, each.text)  # or put anything in its place

@@ -125,7 +125,8 @@ def _is_of_output(error: OSError) -> bool:
     """Whether it arose where text is printed."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
-    return module.partition(".")[0] in ("click", "rich") or module == streams.__name__
+    name = frame.f_code.co_name
+    return module.partition(".")[0] in ("click", "rich") or (module, name) == (streams.__name__, "write")
 
 
 def _forget_output() -> None:

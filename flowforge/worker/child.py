@@ -158,7 +158,6 @@ class Child:
     def run(self) -> None:
         """Handlers run in the main thread, where libraries expect to be that insist on it."""
         setup: Setup = self._connection.recv()
-        streams.never_wait()
         log.configure(setup.config.log_format, setup.config.log_level)
         try:
             handlers = _load(setup)
@@ -341,6 +340,7 @@ def main() -> None:
     _die_with(parent)
     del sys.argv[1:]
     stopping.leave_to_worker()
+    streams.never_wait()
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     os.register_at_fork(after_in_child=connection.close)  # that the socket ends with this process

@@ -67,11 +67,16 @@ class Process:
 
     def entries(self) -> list[dict[str, Any]]:
         """Its log."""
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in whole_lines(self.log) if line.startswith("{")]
 
     def said(self, event: str) -> int:
         """How often its log tells of this event."""
         return sum(entry["event"] == event for entry in self.entries())
+
+
+def whole_lines(file: Path) -> list[str]:
+    """What is in the file but for what is being written."""
+    return file.read_text().rpartition("\n")[0].splitlines()
 
 
 class Cluster:
@@ -239,7 +244,7 @@ class Cluster:
 
     def executions(self, event: str = "start") -> list[dict[str, Any]]:
         """What the handlers told the witness."""
-        found = [json.loads(line) for line in self._witness.read_text().splitlines()]
+        found = [json.loads(line) for line in whole_lines(self._witness)]
         return [entry for entry in found if entry["event"] == event]
 
     def published(self) -> int:

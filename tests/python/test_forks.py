@@ -93,6 +93,45 @@ def test_what_was_spared_ends_with_the_worker(db: Database, tmp_path: Path) -> N
         wait_until(lambda: not is_alive(pid), "the end of the child", TIMEOUT)
 
 
+SPARED = """
+import os, signal, sys, threading, time
+from flowforge import stopping
+
+stopping.remember()
+(go, goes), (told, tells) = os.pipe(), os.pipe()
+
+def fork():
+    child = os.fork()
+    if not child:
+        os.close(goes)
+        handler = signal.getsignal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert handler._spared
+        os.write(tells, b"spared")
+        os.read(go, 1)
+        os.write(tells, b"lives")
+        time.sleep(600)
+    os.close(tells)
+    assert os.read(told, 9) == b"spared"
+
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+while len(os.listdir("/proc/self/task")) > 1:
+    time.sleep(0.01)
+os.write(goes, b"x")
+assert os.read(told, 9) == b"lives"
+"""
+
+
+def test_what_was_spared_outlives_the_thread_that_made_it() -> None:
+    """As one that a handler was given for its time; and not the process."""
+    with subprocess.Popen([sys.executable, "-c", SPARED], cwd=CHECKOUT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == b"", "the child has the other end, too"
+        assert process.wait(TIMEOUT) == 0
+
+
 def is_alive(pid: int) -> bool:
     try:
         return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()

@@ -256,7 +256,7 @@ def test_a_line_is_not_glued_to_a_torn_one_when_its_reader_comes_back() -> None:
             found.append(os.read(reader, 1 << 20))
 
     found: list[bytes] = []
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     raw.write(b"whole line\n")
     thread.join(TIMEOUT)
