@@ -283,6 +283,7 @@ def program(code: str, **options: Any) -> "subprocess.CompletedProcess[bytes]":
 def test_what_a_handler_forks_waits_for_who_reads_it() -> None:
     """Nothing else is held up by it, and its text is whole."""
     code = """
+streams.PATIENCE = streams.Stream._left = 0.0
 with streams.read_or_stopped():
     if os.fork() == 0:
         sys.stderr.write("x" * 1_000_000)
