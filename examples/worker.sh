@@ -6,6 +6,8 @@
 #
 #     PGHOST=… PGUSER=… PGDATABASE=… FLOWFORGE_QUEUES=default ./worker.sh HANDLERS
 #
+# For the database of `flowforge up`, which prints that: PGHOST=…/run PGPASSFILE=…/pgpass PGUSER=flowforge PGDATABASE=flowforge
+#
 # What any worker has to do is in docs/worker-protocol.md. No password and no output stands in a program's arguments.
 set -u
 if [ ! -d "${1:-}" ]; then echo "usage: $0 HANDLERS, a directory of programs" >&2; exit 2; fi
@@ -16,8 +18,8 @@ handlers=$1 queue=${FLOWFORGE_QUEUES:-default} exchange=${FLOWFORGE_NAMESPACE:+$
 worker="$(hostname):$$" claim_id='' announced=-30
 export PGCONNECT_TIMEOUT="${PGCONNECT_TIMEOUT:-5}"
 scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
-ended= # by SIGTERM: give back what runs, take nothing new; the seconds that each call still has
-trap 'ended=5' TERM INT
+ended= # by a signal: give back what runs, take nothing new; the seconds that each call still has
+trap 'ended=5' TERM INT HUP
 
 # A statement, repeated until it is answered, as is safe with each; its rows are in $scratch/answer. $text in it is the text
 # of the file $2: refused when it is none; cut off, and so no JSON, beyond the largest payload that there can be. 1: refused
@@ -74,9 +76,10 @@ take_dispatch() {
 # By a consumer that brings one message and ends. It acknowledges that when the command that it runs for it exits 0, here
 # once the claim is answered; else the message is in its queue again. "$@": the options that lead to the broker.
 take_message() {
+    : >"$scratch/answer"
     wait # until the last one is acknowledged
     if [ -n "$ended" ]; then return; fi
-    rm -f "$scratch/message."* && : >"$scratch/answer"
+    rm -f "$scratch/message."*
     message=$scratch/message.$claim_id
     amqp-consume "$@" -q "$exchange.$queue" -c 1 -- sh -c 'cat >"$0.new" && mv "$0.new" "$0"
         until [ -e "$0.answered" ]; do [ -e "$0" ] && kill -0 "$1" && sleep 0.1 || exit 1; done' "$message" $$ &
@@ -126,13 +129,16 @@ run() { # the task run $id under $token
                 renewed=$((SECONDS - lease / 3 + 1))
             why=$(grep -E 'lost|cancel' "$scratch/answer")
         fi
+        kill -0 $pid 2>/dev/null || break # what is done by now is not thrown away
         if [ $((SECONDS - begun)) -gt "$limit" ]; then why='time limit exceeded'; fi
         if [ -n "$ended" ]; then why=shutdown; fi
     done
-    if [ -n "$why" ]; then kill -s KILL -- -$pid 2>/dev/null; fi # with all that it has started
+    if [ -n "$why" ]; then kill -s KILL -- -$pid $pid 2>/dev/null; fi # with all that it has started
     wait $pid
     why=${why:-exit code $?}
-    { echo "$why" && head -c 100000 "$scratch/error" | iconv -c -f UTF-8 -t UTF-8 | tr -d '\000'; } >"$scratch/told" 2>/dev/null
+    error=$(tail -c 100000 "$scratch/error" | tr -d '\000' | iconv -c -f UTF-8 -t UTF-8 2>/dev/null) last=${error##*$'\n'}
+    printf %s "$why${last:+: $last}" >"$scratch/told" # by the first line it is known in lists
+    if [ "$error" != "$last" ]; then printf '\n%s' "$error" >>"$scratch/told"; fi
     case $why in
         lost) ;; # it is somebody else's: report nothing
         shutdown) release shutdown ;;
@@ -160,4 +166,7 @@ while [ -z "$ended" ]; do
     IFS=$'\t' read -r id token lease limit handler task <"$scratch/answer"
     if [ -n "$id" ]; then run; fi
 done
+waited=0 # a consumer whose broker answers nothing is not waited for: its message is claimed
+while [ -n "${consumer:-}" ] && kill -0 $consumer 2>/dev/null && [ $((waited += 1)) -le 20 ]; do sleep 0.1; done
+kill ${consumer:-} 2>/dev/null
 wait

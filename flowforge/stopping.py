@@ -149,7 +149,10 @@ def signals(stop: Stop) -> Iterator[Stop]:
 @contextlib.contextmanager
 def interrupting() -> Iterator[None]:
     """Within the block SIGTERM, and SIGHUP unless it is ignored, interrupt as Ctrl-C does, so that what is
-    under way is cleaned up. Main thread only."""
+    under way is cleaned up. Outside of the main thread, which alone they interrupt, it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         # As in _Requests: further ones must not interrupt what cleans up.
@@ -239,16 +242,27 @@ class _Child:
         self._spared = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if self._spared:
+            self._end_if_alone()
         if self._which.counts(number, self._spared):
-            if self._spared:
+            if self._spared or self._is_alone():
                 raise KeyboardInterrupt
             self._spared = True
             # It comes as well when only the thread ends that made this process, and means nothing then: from
-            # now on a SIGHUP is no request of its own.
-            signal.signal(signal.SIGHUP, self)
-            end_with_parent(signal.SIGHUP)
-        if os.getppid() != self._parent:
-            raise KeyboardInterrupt
+            # now on a SIGHUP is no request of its own. A use that the program has for it is left alone.
+            if _is_ours(signal.SIGHUP) or signal.getsignal(signal.SIGHUP) in (signal.SIG_DFL, signal.SIG_IGN):
+                signal.signal(signal.SIGHUP, self)
+                end_with_parent(signal.SIGHUP)
+                self._end_if_alone()
+
+    def _is_alone(self) -> bool:
+        return os.getppid() != self._parent
+
+    def _end_if_alone(self) -> None:
+        if self._is_alone():
+            # Not by an exception: the processes of a pool would catch that, and wait for their next call.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def leave_to_worker() -> None:

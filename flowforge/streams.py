@@ -58,7 +58,8 @@ class Stream(io.FileIO):
         self._file = _file(fileno)
 
     def write(self, data: Any, /) -> int:
-        sender, self.refused = self._sender, ""
+        sender = self._sender
+        self.refused = ""
         if self._is_output and (sender is None or _file(self.fileno()) != self._file):
             # As any program; a handler has put a file of its own in the place.
             return super().write(data)
@@ -171,28 +172,25 @@ def _has_room(fileno: int, seconds: float) -> bool:
 def _sender(stream: Stream) -> _Sender:
     """Without ever waiting, and nothing changes for others who share the pipe, the terminal or the socket."""
     fileno = stream.fileno()
-
-    def write(data: memoryview | bytes) -> int | None:
-        return io.FileIO.write(stream, data)
+    mode = os.fstat(fileno).st_mode
+    if stat.S_ISSOCK(mode):
+        return _of_socket(fileno)
+    # A descriptor of its own in any case: what a handler puts in the place is not for the log.
+    if not stat.S_ISFIFO(mode) and not os.isatty(fileno):
+        own = io.FileIO(os.dup(fileno), "w")
+        return _Sender(own.write, own.fileno(), own.close)  # which makes nobody wait
+    try:
+        # Opened anew: to be made non-blocking, a duplicate would be one with theirs.
+        own = io.FileIO(f"/proc/self/fd/{fileno}", "w", opener=_open)
+        return _Sender(own.write, own.fileno(), own.close)
+    except OSError:  # such as of a pipe that another user made
+        own = io.FileIO(os.dup(fileno), "w")
 
     def write_if_there_is_room(data: memoryview | bytes) -> int | None:
         # A pipe takes so much whole, or has no room for it.
-        return write(data[: select.PIPE_BUF]) if _has_room(fileno, 0) else None
+        return own.write(data[: select.PIPE_BUF]) if _has_room(own.fileno(), 0) else None
 
-    def nothing() -> None:
-        pass
-
-    try:
-        mode = os.fstat(fileno).st_mode
-        if stat.S_ISSOCK(mode):
-            return _of_socket(fileno)
-        if stat.S_ISFIFO(mode) or os.isatty(fileno):
-            # Opened anew: to be made non-blocking, a duplicate would be one with theirs.
-            own = io.FileIO(f"/proc/self/fd/{fileno}", "w", opener=_open)
-            return _Sender(own.write, own.fileno(), own.close)
-    except OSError:  # such as of a pipe that another user made
-        return _Sender(write_if_there_is_room, fileno, nothing)
-    return _Sender(write, fileno, nothing)  # which makes nobody wait
+    return _Sender(write_if_there_is_room, own.fileno(), own.close)
 
 
 def _of_socket(fileno: int) -> _Sender:
@@ -259,7 +257,9 @@ def read_or_stopped() -> Iterator[Readers]:
     print, and stops when nobody reads the log any more. A log that nobody reads tells nothing.
 
     For programs that have called `serve`."""
-    taken = {name: each for name, each in _taken.items() if getattr(sys, name) is each.text}
+    taken = dict(_taken)
+    # What a module has put in their place, such as a wrapper around them, stays there.
+    in_place = {name for name, each in taken.items() if getattr(sys, name) is each.text}
     errors = taken["stderr"].stream if "stderr" in taken else None
     for each in taken.values():
         # A hang-up counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
@@ -271,7 +271,8 @@ def read_or_stopped() -> Iterator[Readers]:
         for name, each in taken.items():
             with contextlib.suppress(Exception):  # a handler may have done anything to it
                 each.text.flush()
-            setattr(sys, name, each.text)  # or put anything in its place
+            if name in in_place:
+                setattr(sys, name, each.text)  # or put anything in its place
             each.stream.serve_command()
 
 

@@ -180,16 +180,29 @@ def is_expanded(task: dict[str, Any]) -> bool:
     return task["state"] == "pending" and task["map_count"] is not None
 
 
-def _waits(task: dict[str, Any]) -> str | None:
-    """What a task that could go on waits for; a map, when none of its elements is at work."""
+def shown_state(task: dict[str, Any]) -> str:
+    """The state that is shown: a map of which something has begun is running."""
+    return "running" if is_expanded(task) and (task["running"] or task["done"]) else str(task["state"])
+
+
+def waits_of(task: dict[str, Any]) -> str | None:
+    """What a task waits for; a map, when none of its elements is at work."""
     waits, at = task["waits"], task["available_at"]
     if is_expanded(task):
         waits, at = (None if task["running"] else task["next_waits"]), task["next_at"]
-    elif task["state"] not in ("pending", "ready") or task["unmet"]:
+    elif task["state"] not in ("pending", "ready"):
         waits = None
-    elif waits and waits.startswith("until ") and task["attempt"] > 1:
-        waits = None  # told with the attempt that failed
     return None if waits is None else local_waits(waits, at)
+
+
+def _waits(task: dict[str, Any]) -> str | None:
+    """What one that could go on waits for, and nothing else tells."""
+    waits = waits_of(task)
+    if not is_expanded(task) and (
+        task["unmet"] or (waits and waits.startswith("until ") and task["attempt"] > 1)
+    ):
+        return None  # told with the attempt that failed
+    return waits
 
 
 def fraction_of(task: dict[str, Any]) -> float | None:

@@ -224,7 +224,8 @@ def _explained(error: FlowForgeError, role: str | None) -> FlowForgeError:
         return SchemaError(f"{text}: the schema is missing or too old; run {_migrating()}")
     if isinstance(error, SchemaError) and "`flowforge migrate`" in text:
         return SchemaError(text.replace("`flowforge migrate`", _migrating()))
-    if isinstance(error, DatabaseUnavailable) and READ_ONLY not in text:
+    # With a state it is what the server itself said.
+    if isinstance(error, DatabaseUnavailable) and error.sqlstate is None and READ_ONLY not in text:
         return DatabaseUnavailable(f"{text}: is PostgreSQL running at the given address?", error.sqlstate)
     # Without the database's own hint, which is for SQL.
     bare = re.sub(r" \([A-Z][^()]*\.\)$", "", text)

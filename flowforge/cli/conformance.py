@@ -57,8 +57,8 @@ def conformance(
 
     COMMAND starts it. It is told its servers and its queue by PGHOST and the like, FLOWFORGE_DATABASE_URL,
     FLOWFORGE_AMQP_URL, FLOWFORGE_NAMESPACE and FLOWFORGE_QUEUES, and has to know the handlers
-    conformance.echo, .fail, .unstorable and .tick: docs/worker-protocol.md tells of all. It meets losses of
-    connections, of answers and of leases.
+    conformance.echo, .nested, .fail, .unstorable and .tick: docs/worker-protocol.md tells of all. It meets
+    losses of connections, of answers and of leases.
 
     Give it a database for the purpose, migrated, and the login that migrated it: it cancels its runs at the
     end, but its workflows stay. Where there are others, or another daemon is at work, it refuses. Neither

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flowforge import stopping
 from flowforge.cli.common import (
     ANSWER_LIMIT,
     Integer,
@@ -110,8 +111,8 @@ def trigger(
 
     With --wait it prints the outputs of the last tasks instead, and ends with the run: exit code 0 when it
     succeeded, 1 when it failed or was cancelled. A database that goes away is waited for. The run goes on
-    when the waiting ends before it, by Ctrl-C or --timeout. The login needs flowforge_client, and for the
-    picture flowforge_reader.
+    when the waiting ends before it, by Ctrl-C, SIGTERM or --timeout. The login needs flowforge_client, and
+    for the picture flowforge_reader.
 
     \b
     Examples:
@@ -128,7 +129,8 @@ def trigger(
     url = find_database(database_url).database_url  # which `up`, while it is away, does not tell
     deadline = None if timeout is None else time.monotonic() + timeout
     limit = ANSWER_LIMIT if timeout is None else min(ANSWER_LIMIT, timeout + _MOMENT)
-    with Client(url, call_timeout=limit) as client:
+    # Once there is a run, its caller learns which it is, however the waiting ends.
+    with stopping.interrupting(), Client(url, call_timeout=limit) as client:
         with acting("flowforge_client"):
             try:
                 run_id = client.trigger(
@@ -177,7 +179,7 @@ def _await(
     def left() -> float | None:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    may_watch = not quiet
+    may_watch = True  # as far as is known
     if not quiet:
         out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
         try:

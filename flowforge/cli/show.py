@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from flowforge.cli.changes import elements_done, is_expanded
+from flowforge.cli.changes import elements_done, is_expanded, shown_state, waits_of
 from flowforge.cli.common import (
     command,
     console,
@@ -25,6 +25,7 @@ from flowforge.cli.common import (
     select,
     state_text,
 )
+from flowforge.cli.snapshots import ELEMENTS
 from flowforge.errors import FlowForgeError, NotFound, first_line
 from flowforge.log import visible
 
@@ -37,13 +38,6 @@ _REPEATED = """
     join flowforge.task_run_status s on s.task_run_id = a.task_run_id
     where a.run_id = %s and s.run_id = %s and a.map_index is not null
         and not s.superseded and s.state <> 'failed' and a.fencing_token < s.fencing_token
-"""
-
-_ELEMENTS = """
-    select task, count(*) filter (where finished_at is not null) as done,
-        count(*) filter (where state = 'running') as running
-    from flowforge.task_run_status where run_id = %s and map_index is not null and not superseded
-    group by task
 """
 
 
@@ -95,7 +89,7 @@ def show(
             [run_id],
         )
         [repeated] = select(connection, _REPEATED, [run_id, run_id])
-        maps = {each["task"]: each for each in select(connection, _ELEMENTS, [run_id])}
+        maps = {each["task"]: each for each in select(connection, ELEMENTS, [run_id])}
     [run] = found
     if as_json:
         print_json({"run": run, "tasks": tasks, "attempts": attempts})
@@ -119,9 +113,8 @@ def show(
         columns = {"task": "task", "attempt": "attempt", "outcome": "outcome", "took": "duration"}
         print_table(columns | {"worker": "worker", "note": "notes"}, [_attempt_row(each) for each in earlier])
     if not elements and repeated["elements"]:
-        were = "was" if repeated["elements"] == 1 else "were"
         more = command(f"show {run_id} --elements")
-        say(f"\n{counted(repeated['elements'], 'element')} {were} executed more than once; {more}")
+        say(f"\n{counted(repeated['elements'], 'element')} took more than one execution; {more}")
     _print_errors(run_id, tasks, attempts)
 
 
@@ -207,11 +200,12 @@ def _task_row(task: dict[str, Any], maps: dict[str, dict[str, Any]]) -> dict[str
     notes = []
     elements = maps.get(task["task"], {"done": 0, "running": 0})
     if is_expanded(task):
+        task |= elements
         notes.append(elements_done(elements["done"], task["map_count"], elements["running"]))
-    elif task["waits"]:
-        at = task["lease_expires_at"] if task["state"] == "running" else task["available_at"]
-        waits = local_waits(task["waits"], at)
-        notes.append(f"waits: {waits}" if task["state"] in ("pending", "ready") else waits)
+    if waits := waits_of(task):
+        notes.append(f"waits: {waits}")
+    elif task["waits"] and not is_expanded(task):
+        notes.append(local_waits(task["waits"], task["lease_expires_at"]))
     if task["map_count"] is not None and task["state"] != "pending":
         notes.append(counted(task["map_count"], "element"))
         if elements["running"]:  # of a run that is being cancelled
@@ -227,7 +221,7 @@ def _task_row(task: dict[str, Any], maps: dict[str, dict[str, Any]]) -> dict[str
     of = f"/{task['max_attempts']}" if task["attempt"] <= task["max_attempts"] else ""
     return {
         "task": _task_name(task),
-        "state": state_text(task["state"]),
+        "state": state_text(shown_state(task)),
         "attempt": f"{task['attempt']}{of}" if ran else None,
         "took": duration(task["duration"]),
         "worker": task["worker"],

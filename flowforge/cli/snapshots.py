@@ -24,23 +24,25 @@ _RUN = """
     select run_id, workflow, version, state, duration, task_runs, succeeded, failed, cancelled, skipped
     from flowforge.run_status where run_id = %s
 """
-_TASKS = """
+ELEMENTS = """
+    select m.task, count(*) filter (where m.finished_at is not null) as done,
+        count(*) filter (where m.state = 'failed') as failed,
+        count(*) filter (where m.state = 'running') as running,
+        min(m.waits) filter (where m.state in ('pending', 'ready')) as next_waits,
+        min(m.available_at) filter (where m.state in ('pending', 'ready')) as next_at,
+        sum(m.attempt - 1 + m.reaps)::bigint as repeated
+    from flowforge.task_run_status m
+    where m.run_id = %s and m.map_index is not null and not m.superseded group by m.task
+"""
+"""How far the maps of a run are."""
+_TASKS = f"""
     select s.task_run_id, s.task, s.state, s.waits, s.attempt, s.max_attempts, s.duration, s.worker,
         s.progress, s.progress_message, s.map_count, s.unmet, s.available_at, s.fencing_token, s.error,
         e.done, e.failed, e.running, e.next_waits, e.next_at, e.repeated
     from flowforge.task_run_status s
-    left join (
-        select m.task, count(*) filter (where m.finished_at is not null) as done,
-            count(*) filter (where m.state = 'failed') as failed,
-            count(*) filter (where m.state = 'running') as running,
-            min(m.waits) filter (where m.state in ('pending', 'ready')) as next_waits,
-            min(m.available_at) filter (where m.state in ('pending', 'ready')) as next_at,
-            sum(m.attempt - 1 + m.reaps)::bigint as repeated
-        from flowforge.task_run_status m
-        where m.run_id = %s and m.map_index is not null and not m.superseded group by m.task
-    ) e on e.task = s.task
+    left join ({ELEMENTS}) e on e.task = s.task
     where s.run_id = %s and s.map_index is null order by s.task_run_id
-"""
+"""  # noqa: S608 - a constant
 # The last ones, at each task and at the elements of each map, of those attempts that another one follows.
 _ATTEMPTS = f"""
     select f.* from (

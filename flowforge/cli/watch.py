@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowforge.cli.changes import Changes, change_line, fraction_of, is_expanded
+from flowforge import stopping
+from flowforge.cli.changes import Changes, change_line, fraction_of, shown_state, waits_of
 from flowforge.cli.common import (
     STATES,
     console,
@@ -19,7 +20,6 @@ from flowforge.cli.common import (
     duration,
     find_database,
     json_option,
-    local_waits,
     print_json,
     run_argument,
     say,
@@ -109,14 +109,15 @@ def picture(snapshot: Snapshot, height: int) -> Group:
     shown = snapshot.tasks
     if len(shown) > room:
         rank = {"failed": 0, "running": 1, "ready": 2, "cancelled": 3, "pending": 5}
-        busy = sorted(shown, key=lambda task: 1 if is_expanded(task) else rank.get(task["state"], 4))
+        busy = sorted(shown, key=lambda task: rank.get(shown_state(task), 4))
         kept = {task["task_run_id"] for task in busy[: room - 1]}
         shown = [task for task in shown if task["task_run_id"] in kept]
     table = Table.grid(padding=(0, 2, 0, 0))
     for task in shown:
         took = duration(task["duration"])
         name = Text(visible(task["task"]))
-        table.add_row(_task_state(task), name, _bar(task), Text(took or "", style="dim"), _note(task))
+        state = state_text(shown_state(task))
+        table.add_row(state, name, _bar(task), Text(took or "", style="dim"), _note(task))
     parts: list[Any] = [title, table]
     if len(shown) < len(snapshot.tasks):
         seen = {task["task_run_id"] for task in shown}
@@ -124,10 +125,6 @@ def picture(snapshot: Snapshot, height: int) -> Group:
         states = ", ".join(f"{count} {state}" for state, count in sorted(rest.items()))
         parts.append(Text(f"… and {counted(rest.total(), 'more task')}: {states}", style="dim"))
     return Group(*parts)
-
-
-def _task_state(task: dict[str, Any]) -> Any:
-    return state_text("running" if is_expanded(task) else task["state"])
 
 
 def _bar(task: dict[str, Any]) -> Any:
@@ -156,8 +153,8 @@ def _note(task: dict[str, Any]) -> Any:
         parts.append(f"{done} of {task['map_count']}")
         if task["failed"]:
             parts.append(f"{task['failed']} failed")
-    elif task["waits"] and task["state"] in ("pending", "ready"):
-        parts.append(f"waits: {local_waits(task['waits'], task['available_at'])}")
+    if waits := waits_of(task):
+        parts.append(f"waits: {waits}")
     if task["attempt"] > 1:
         of = f" of {task['max_attempts']}" if task["attempt"] <= task["max_attempts"] else ""
         parts.append(f"attempt {task['attempt']}{of}")
@@ -202,7 +199,7 @@ def watch(
       flowforge watch 12 --json | jq 'select(.event == "run")'
     """
     out = console()
-    with telling_how_to_go_on(run_id, timeout):
+    with stopping.interrupting(), telling_how_to_go_on(run_id, timeout):
         last = follow(
             looks_at(run_id, database_url, timeout, out=out, as_json=as_json), out=out, as_json=as_json
         )

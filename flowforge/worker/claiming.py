@@ -9,6 +9,7 @@ was decided, won or lost, and not before.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -60,6 +61,8 @@ _MOST_TOO_MUCH = 2
 _LONGEST_PART = 4 * CALL_LIMIT
 """Seconds that what one handler gets may take to arrive, at its last try."""
 
+_UNKNOWN_TOLD_EVERY = 60.0  # seconds
+_UNKNOWN_KEPT = 1000
 _SINGLY_FOR = 600.0  # seconds for which single ones are claimed then: what comes next may be as much
 
 
@@ -92,6 +95,7 @@ class Claimer(ABC):
         self._given_up = threading.Event()
         self._most = parts.config.concurrency  # to claim at once, less after a refusal
         self._singly_until = 0.0
+        self._unknown: dict[str, tuple[float, int]] = {}  # handlers: when last told, and how many since
         self._thread = threading.Thread(target=self._main, name="flowforge-claim", daemon=True)
         # Held from claim to the answer of the finish; more than this and results come in faster than they go
         # out.
@@ -285,17 +289,29 @@ class Claimer(ABC):
                 known.append(execution)
             else:
                 self.parts.counts["unknown_handler"] += 1
-                _log.warning(
-                    "no such handler in this worker's modules; giving the task run back for another worker "
-                    "(a worker has its modules as they were when it started: restart it after an edit)",
-                    handler=execution.claim.handler,
-                    run=execution.claim.run_id, task_run=execution.claim.task_run_id,
-                )  # fmt: skip
+                self._tell_unknown(execution.claim)
                 finisher.put(execution, Release("unknown_handler"))
         if len(known) < len(claims):
             executor.give_back(len(claims) - len(known))
         if known:
             executor.start(known)
+
+    def _tell_unknown(self, claim: Claim) -> None:
+        """Of each handler once a minute: it may be a whole map's, and each element comes back again."""
+        told, more = self._unknown.get(claim.handler, (-math.inf, 0))
+        if time.monotonic() < told + _UNKNOWN_TOLD_EVERY:
+            self._unknown[claim.handler] = told, more + 1
+            return
+        if len(self._unknown) >= _UNKNOWN_KEPT:
+            self._unknown.clear()
+        self._unknown[claim.handler] = time.monotonic(), 0
+        _log.warning(
+            "no such handler in this worker's modules; giving the task run back for another worker "
+            "(a worker has its modules as they were when it started: restart it after an edit, and with each "
+            "module of which there is work)",
+            handler=claim.handler, run=claim.run_id, task_run=claim.task_run_id,
+            **({"more_since_last_told": more} if more else {}),
+        )  # fmt: skip
 
     def _ask_for_traces(self, executions: Sequence[Execution]) -> None:
         """Which traces they belong to. Without an answer each begins one of its own."""

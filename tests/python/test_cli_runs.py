@@ -81,12 +81,20 @@ def test_trigger_wait_needs_the_clients_role_alone(live: Shell, db: Database) ->
         assert connection.execute("select from flowforge.run").rowcount == 4
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, False)],
+    ids=["foreground", "background", "terminated", "hung up"],
+)
+@pytest.mark.usefixtures("hears_hang_ups")
 @pytest.mark.parametrize(
     "command", [("trigger", "orders", "--wait"), ("watch", "1")], ids=["trigger", "watch"]
 )
-def test_ctrl_c_says_that_the_run_goes_on(shell: Shell, command: tuple[str, ...], ignored: bool) -> None:
-    """Also where the shell of a script has SIGINT ignored in what it starts in the background."""
+def test_ctrl_c_says_that_the_run_goes_on(
+    shell: Shell, command: tuple[str, ...], number: int, ignored: bool
+) -> None:
+    """Also where the shell of a script has SIGINT ignored in what it starts in the background, and when a job
+    runs out of its time."""
     if command[0] == "watch":
         shell("trigger", "orders")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
@@ -104,7 +112,7 @@ def test_ctrl_c_says_that_the_run_goes_on(shell: Shell, command: tuple[str, ...]
         pictures = process.stdout if command[0] == "watch" else process.stderr
         assert pictures is not None
         assert pictures.readline() == "run 1 of orders: pending\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate()
     assert process.returncode == exits.EXIT_INTERRUPTED
     assert err == "\nRun 1 goes on: flowforge watch 1, or flowforge cancel 1\n"
@@ -297,7 +305,7 @@ def test_show_counts_the_elements_that_it_does_not_list(shell: Shell, db: Databa
             clock.advance("1 min")
         work(connection, "succeeded", "1", how_many=3)
     shown = shell("show", 1).stdout
-    assert "2 elements were executed more than once; flowforge show 1 --elements\n" in shown
+    assert "2 elements took more than one execution; flowforge show 1 --elements\n" in shown
     assert "price[0]" not in shown
     shown = shell("show", 1, "--elements").stdout
     assert "more than once" not in shown

@@ -1,5 +1,6 @@
 """What is shown of a run while it is under way: in a pipe, as JSON, and on a terminal."""
 
+import io
 import json
 import re
 import threading
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from click.testing import Result
 from psycopg.conninfo import conninfo_to_dict
+from rich.console import Console
 
 from flowforge import Client, Workflow, exits
 from flowforge.cli.changes import Changes, change_line
-from flowforge.cli.common import database, duration
+from flowforge.cli.common import acting, database, duration
 from flowforge.cli.snapshots import snapshot, snapshots
+from flowforge.cli.watch import picture
 from flowforge.config import Config
 from flowforge.db import Connection
 from flowforge.errors import DatabaseUnavailable
@@ -126,6 +129,29 @@ def test_a_pipe_is_told_what_is_waited_for(shell: Shell, db: Database) -> None:
         assert stays() == ["price: waits: for a worker of queue default"], "as all of its elements do"
 
 
+def test_a_map_of_which_nothing_has_begun_says_what_it_waits_for(shell: Shell, db: Database) -> None:
+    """The same in the picture of `watch` as in `show`; then that it runs."""
+    shell("trigger", "orders")
+    with db.connect() as connection:
+
+        def shown() -> list[str]:
+            out = Console(width=200, record=True, file=io.StringIO())
+            out.print(picture(snapshot(connection, 1), 40))
+            told = (out.export_text(), shell("show", 1).stdout)
+            lines = [next(line for line in each.splitlines() if " price " in f" {line} ") for each in told]
+            assert len({state for line in lines for state in ("pending", "running") if state in line}) == 1
+            return [" ".join(re.sub("[━○●-]", "", line).split()) for line in lines]
+
+        connection.execute("select flowforge.dispatch_ready()")
+        work(connection, "succeeded", "[1, 2, 3]")
+        connection.execute("select flowforge.settle_finished(), flowforge.expand_map()")
+        connection.execute("select flowforge.dispatch_ready()")
+        waits = "waits: for a worker of queue default"
+        assert shown() == [f"pending price 0 of 3, {waits}", f"price pending 0 of 3 done; {waits}"]
+        connection.execute("select flowforge.claim_next('{default}', 'w', gen_random_uuid(), '1 min')")
+        assert shown() == ["running price 0 of 3", "price running 0 of 3 done, 1 running"]
+
+
 def test_watch_tells_failed_attempts(db: Database, clock: Clock) -> None:
     """Those that another one follows, which no state tells. Of a map's elements a few, then their number."""
     fails_at_first(db, delay=0, elements=30)
@@ -187,7 +213,7 @@ def test_a_map_in_a_pipe_tells_what_runs(shell: Shell, db: Database, clock: Cloc
             assert told() == [f"price: 0 of 3 done, {running} running"]
             assert told() == []
         assert re.search(
-            r"^price +pending .*  0 of 3 done, 3 running$", shell("show", 1).stdout, re.MULTILINE
+            r"^price +running .*  0 of 3 done, 3 running$", shell("show", 1).stdout, re.MULTILINE
         )
         shell("cancel", 1)
         shown = shell("show", 1).stdout
@@ -338,3 +364,9 @@ def test_durations_read_well() -> None:
     ]
     assert told == ["12 ms", "1.0 s", "59.9 s", "1 min 00 s", "1 h 00 min", "23 h 59 min", "1 d 01 h"]
     assert duration(None) is None
+
+
+def test_what_the_server_itself_said_is_told_as_it_is() -> None:
+    """It runs at the given address."""
+    with pytest.raises(DatabaseUnavailable, match=r"^terminating connection$"), acting():
+        raise DatabaseUnavailable("terminating connection", "57P01")

@@ -17,14 +17,21 @@ from flowforge.stopping import SIGNALS, Stop, signals
 from tests.python.daemons import CHECKOUT, TIMEOUT
 from tests.python.running import running
 from tests.services.database import Database
-from tests.services.process import wait_until
+from tests.services.process import is_alive, wait_until
 
 WORKFLOW = """
 import multiprocessing, os, pathlib, time
+from concurrent.futures import ProcessPoolExecutor
 from flowforge import Workflow
 
 fork = multiprocessing.get_context("fork")
 workflow = Workflow("w")
+
+def endless():
+    pathlib.Path("new").write_text(str(os.getpid()))
+    pathlib.Path("new").rename("pooled")
+    while True:
+        time.sleep(0.01)
 
 def child():
     pathlib.Path("new").write_text(str(os.getpid()))
@@ -83,11 +90,16 @@ def test_a_terminal_s_signal_does_not_take_the_grace_time_from_a_handler(
         assert client.wait(run, timeout=TIMEOUT).outputs == {"task": 0}
 
 
-def test_what_was_spared_ends_with_the_worker(db: Database, tmp_path: Path) -> None:
-    """It is executed elsewhere by then."""
-    with worker(db, tmp_path, "threads", "", grace="0.1") as (_, _, process):
-        wait_until((tmp_path / "begun").exists, "the child", TIMEOUT)
-        pid = int((tmp_path / "begun").read_text())
+@pytest.mark.parametrize(
+    ("after", "name"),
+    [("", "begun"), ("ProcessPoolExecutor(1, fork).submit(endless).result()", "pooled")],
+    ids=["process", "pool"],
+)
+def test_what_was_spared_ends_with_the_worker(db: Database, tmp_path: Path, after: str, name: str) -> None:
+    """It is executed elsewhere by then. A pool's processes catch whatever is raised in them."""
+    with worker(db, tmp_path, "threads", after, grace="0.1") as (_, _, process):
+        wait_until((tmp_path / name).exists, "the child", TIMEOUT)
+        pid = int((tmp_path / name).read_text())
         os.killpg(process.pid, signal.SIGINT)
         process.wait(TIMEOUT)
         wait_until(lambda: not is_alive(pid), "the end of the child", TIMEOUT)
@@ -103,6 +115,8 @@ stopping.remember()
 def fork():
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(600)
         os.close(goes)
         handler = signal.getsignal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -110,7 +124,9 @@ def fork():
         os.write(tells, b"spared")
         os.read(go, 1)
         os.write(tells, b"lives")
-        time.sleep(600)
+        signal.pause()
+        os._exit(0)
+    print(child, flush=True)
     os.close(tells)
     assert os.read(told, 9) == b"spared"
 
@@ -128,15 +144,9 @@ def test_what_was_spared_outlives_the_thread_that_made_it() -> None:
     """As one that a handler was given for its time; and not the process."""
     with subprocess.Popen([sys.executable, "-c", SPARED], cwd=CHECKOUT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.read() == b"", "the child has the other end, too"
+        child = int(process.stdout.readline())
         assert process.wait(TIMEOUT) == 0
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
-    except FileNotFoundError:
-        return False
+        wait_until(lambda: not is_alive(child), "the end of the child", TIMEOUT)
 
 
 @ISOLATION
@@ -165,10 +175,32 @@ def test_the_second_request_is_for_a_child_too() -> None:
 @pytest.mark.usefixtures("no_prctl")
 def test_so_is_the_first_when_its_parent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     child = stopping._Child()
-    child(signal.SIGINT, None)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
-        child(signal.SIGHUP, None)
+        child(signal.SIGINT, None)
+
+
+@pytest.fixture
+def hang_up_restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up_restored")
+def test_whoever_has_a_use_for_sighup_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who ignores it, as under nohup, has none."""
+    asked: list[int] = []
+    monkeypatch.setattr(stopping, "end_with_parent", asked.append)
+
+    def reload(_number: int, _frame: object) -> None: ...
+
+    for handler, taken in ((signal.SIG_IGN, True), (reload, False)):
+        signal.signal(signal.SIGHUP, handler)
+        child = stopping._Child()
+        child(signal.SIGINT, None)
+        assert signal.getsignal(signal.SIGHUP) is (child if taken else handler)
+    assert asked == [signal.SIGHUP]
 
 
 @pytest.mark.parametrize("blocked", [set[int](), set(SIGNALS)])

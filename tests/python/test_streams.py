@@ -115,7 +115,6 @@ def test_where_no_description_of_its_own_can_be_had_there_is_no_waiting_either(
     monkeypatch.setattr(streams, "_open", refuse)
     reader, writer = os.pipe()
     raw = daemon(writer)
-    assert raw._sender.fileno == writer
 
     def fill() -> None:
         while raw.lost < 3:
@@ -181,7 +180,6 @@ def test_a_file_gets_each_message_in_one_write(tmp_path: Any) -> None:
         raw = daemon(file.fileno())
         raw.write(b"x" * 10_000)
         writes.append((tmp_path / "log").stat().st_size)
-        assert raw._sender.fileno == file.fileno()
     assert writes == [10_000]
 
 
@@ -269,7 +267,7 @@ def program(code: str, **options: Any) -> "subprocess.CompletedProcess[bytes]":
     """A program of this code, which is to become a daemon."""
     environment = {each: value for each, value in os.environ.items() if each != "PYTHONUNBUFFERED"}
     environment |= options.pop("env", {})
-    begun = "import logging, os, sys, time\nfrom flowforge import log, streams\nstreams.serve()\n"
+    begun = "import io, logging, os, sys, time\nfrom flowforge import log, streams\nstreams.serve()\n"
     return subprocess.run(
         [sys.executable, "-c", begun + code],
         cwd=CHECKOUT,
@@ -340,6 +338,53 @@ sys.exit(readers.exit_code(0))
 """
     assert program(code, stdout=subprocess.PIPE).stdout == b"printed\n"
     assert (tmp_path / "captured").read_text() == "captured\n"
+
+
+@pytest.mark.parametrize("make", ["w", "TextIOWrapper"])
+def test_a_module_may_wrap_what_it_finds(make: str) -> None:
+    """As some do to colour it, or to keep a copy: the log waits for nobody nevertheless, and it stays."""
+    code = f"""
+class Wrapper:
+    def __init__(self, of):
+        self.of = of
+    def write(self, text):
+        return self.of.write(text)
+    def flush(self):
+        self.of.flush()
+w = Wrapper
+TextIOWrapper = lambda of: io.TextIOWrapper(of.buffer, write_through=True)
+log.configure()
+sys.stderr = wrapper = {make}(sys.stderr)
+with streams.read_or_stopped():
+    for _ in range(100):
+        log.of("test").warning("x" * 9999)
+        print("y" * 9999, file=sys.stderr)
+    assert sys.stderr is wrapper
+assert sys.stderr is wrapper
+"""
+    reader, writer = os.pipe()
+    program(code, stderr=writer)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_handler_s_own_pipe_is_not_the_log_s(tmp_path: Path) -> None:
+    """Whose reader may go without anybody else being told to stop."""
+    code = """
+log.configure()
+with streams.read_or_stopped() as readers:
+    kept = os.dup(2)
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(reader)
+    os.close(writer)
+    log.of("test").warning("meanwhile")
+    os.dup2(kept, 2)
+sys.exit(readers.exit_code(0))
+"""
+    with (tmp_path / "log").open("wb") as file:
+        program(code, stderr=file)
+    assert "meanwhile" in (tmp_path / "log").read_text()
 
 
 def test_a_daemon_serves_on_when_only_its_output_is_not_read_any_more() -> None:

@@ -1,6 +1,7 @@
 """The worker's guarantees on real servers, over both ways of delivery."""
 
 import contextlib
+import json
 import os
 import threading
 import time
@@ -233,6 +234,17 @@ def test_an_unknown_handler_is_given_back_and_found_elsewhere(any_bench: Bench) 
     with any_bench.worker(witness.workflow):
         assert any_bench.wait_run(run) == ["succeeded"]
     assert other.counts["unknown_handler"] >= 1
+
+
+def test_of_an_unknown_handler_it_is_told_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """In a while: each element of a map would tell of it again and again."""
+    names = ("one", "two", "three")
+    definition = {"name": "w", "tasks": [{"name": name, "handler": "strange"} for name in names]}
+    bench.execute("select flowforge.define_workflow(%s)", json.dumps(definition))
+    bench.execute("select flowforge.trigger('w')")
+    with bench.worker(Witness("other").workflow) as other:
+        wait_until(lambda: other.counts["released_unknown_handler"] >= len(names), "the releases")
+    assert caplog.text.count("no such handler in this worker's modules") == 1
 
 
 # -- finishing

@@ -16,14 +16,16 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tests.services.amqp_tools import shell_path
 from tests.services.database import Database
-from tests.services.process import free_port, wait_until
+from tests.services.process import free_port, is_alive, wait_until
 
 WORKER = Path(__file__).resolve().parents[2] / "examples" / "worker.sh"
 
 HANDLERS = {
     "bad_error": "printf 'caf\\351\\000!' >&2; exit 1",
+    "bad_item": "echo looking at it >&2; echo bad item >&2; exit 3",
     "bad_output": "printf '\"caf\\351\"'",
     "right": "echo 1",
+    "endless": 'echo $$ >"$D/pid.new"; mv "$D/pid.new" "$D/pid"; exec sleep 600',
 }
 
 # Runs the command with the body and notes how that ended; or with as many bytes as "cut" says, and dies.
@@ -95,6 +97,13 @@ def trigger(connection: Connection, *handlers: str) -> None:
     connection.execute("select flowforge.dispatch_ready()")
 
 
+def offer(connection: Connection, tools: Path) -> None:
+    """The message of one task run."""
+    trigger(connection, "right")
+    [row] = connection.execute("select task_run_id, dispatch_id::text from flowforge.task_run").fetchall()
+    (tools / "body").write_text(json.dumps({"task_run_id": row[0], "dispatch_id": row[1]}))
+
+
 def end(worker: subprocess.Popen[bytes]) -> None:
     worker.terminate()
     assert worker.wait(60) == 0
@@ -102,12 +111,13 @@ def end(worker: subprocess.Popen[bytes]) -> None:
 
 def test_what_is_no_text_is_reported(db: Database, start: Start) -> None:
     with connect(db.dsn, autocommit=True) as connection:
-        trigger(connection, "bad_error", "bad_output")
+        trigger(connection, "bad_error", "bad_item", "bad_output")
         worker = start(db.create_login("flowforge_worker"))
         query = "select error from flowforge.task_run where state = 'failed' order by 1"
-        wait_until(lambda: connection.execute(query).rowcount == 2, "both failures", 60)
+        wait_until(lambda: connection.execute(query).rowcount == 3, "all failures", 60)
         assert connection.execute(query).fetchall() == [
-            ("exit code 1\ncaf!",),
+            ("exit code 1: caf!",),
+            ("exit code 3: bad item\nlooking at it\nbad item",),
             ("the output cannot be stored",),
         ]
     end(worker)
@@ -136,19 +146,52 @@ def test_it_ends_though_nothing_answers(start: Start, tmp_path: Path) -> None:
 
 def test_it_ends_though_an_answer_never_comes(start: Start, tmp_path: Path) -> None:
     """In a few seconds, not in the minute that a call may take: a supervisor waits for no longer."""
-    write(tmp_path / "path" / "psql", 'touch "$D/asked"; exec sleep 600')
+    # To the call that has a minute: what is optional has little time anyway.
+    calls = 'case $(cat) in *announce_worker*) exit 0 ;; esac; touch "$D/asked"; exec sleep 600'
+    write(tmp_path / "path" / "psql", calls)
     worker = start("host=nowhere user=nobody dbname=none")
-    wait_until((tmp_path / "asked").exists, "the first call", 60)
+    wait_until((tmp_path / "asked").exists, "the claim", 60)
     worker.terminate()
     assert worker.wait(40) == 0
+
+
+def test_it_ends_though_its_message_is_never_acknowledged(db: Database, start: Start, tools: Path) -> None:
+    """As when the broker falls silent just then. Nothing else is made of the last answer."""
+    write(tools / "path" / "amqp-consume", CONSUME + '[ -e "$D/body" ] || exec sleep 600')
+    with connect(db.dsn, autocommit=True) as connection:
+        offer(connection, tools)
+        worker = start(db.create_login("flowforge_worker"), "amqp://nowhere")
+        query = "select 1 from flowforge.task_run where state = 'succeeded'"
+        wait_until(lambda: connection.execute(query).rowcount == 1, "the task run", 60)
+    worker.terminate()
+    assert worker.wait(40) == 0
+    assert (tools / "log").read_text() == ""
+
+
+@pytest.mark.parametrize("slowly", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_its_handler_ends_with_it(
+    db: Database, start: Start, tmp_path: Path, slowly: bool, number: signal.Signals
+) -> None:
+    """And is given back, to run once only; also when it has hardly begun."""
+    if slowly:
+        setsid = shutil.which("setsid")
+        write(tmp_path / "path" / "setsid", f'touch "$D/pid"; sleep 30; exec {setsid} "$@"')
+    with connect(db.dsn, autocommit=True) as connection:
+        trigger(connection, "endless")
+        worker = start(db.create_login("flowforge_worker"))
+        wait_until((tmp_path / "pid").exists, "the handler", 60)
+        worker.send_signal(number)
+        assert worker.wait(20) == 0
+        assert connection.execute("select state from flowforge.task_run").fetchall() == [("ready",)]
+    if not slowly:
+        assert not is_alive(int((tmp_path / "pid").read_text()))
 
 
 def test_half_a_message_is_no_dead_letter(db: Database, start: Start, tools: Path) -> None:
     """A consumer that dies while it hands one over leaves what cannot be read; the broker offers it again."""
     with connect(db.dsn, autocommit=True) as connection:
-        trigger(connection, "right")
-        [row] = connection.execute("select task_run_id, dispatch_id::text from flowforge.task_run").fetchall()
-        (tools / "body").write_text(json.dumps({"task_run_id": row[0], "dispatch_id": row[1]}))
+        offer(connection, tools)
         (tools / "cut").write_text("20")
         worker = start(db.create_login("flowforge_worker"), "amqp://nowhere")
         query = "select 1 from flowforge.task_run where state = 'succeeded'"

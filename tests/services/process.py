@@ -43,6 +43,14 @@ def place_for_many_files() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def is_alive(pid: int) -> bool:
+    """Whether it runs; not one that has ended and was not waited for."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Scratch:
     """A temporary directory that a later one removes if this process is killed before it can.
 
