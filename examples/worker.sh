@@ -41,12 +41,12 @@ answered() {
     printf '\\set base64 `head -c 67108865 "%s" | base64 -w 0`\n%s\n' "${2:-/dev/null}" "$1" |
         timeout "${ended:-${once:-60}}" psql -XqAt -F $'\t' -v ON_ERROR_STOP=1 -v VERBOSITY=sqlstate -v queue="$queue" \
             -v worker="$worker" -v claim_id="$claim_id" >"$scratch/answer" 2>"$scratch/refusal" &
-    asked=$! waited=0 status=127
+    asked=$! waited=0 status=''
     if [ -z "$ended" ]; then
         wait $asked
         status=$?
     fi
-    if kill -0 $asked 2>/dev/null; then
+    if [ -n "$ended" ] && [ "${status:-129}" -gt 128 ]; then # not waited for, or not to its end
         while [ $((waited += 1)) -le 50 ] && kill -0 $asked 2>/dev/null; do sleep 0.1; done
         kill $asked 2>/dev/null
         wait $asked
@@ -73,11 +73,14 @@ take_dispatch() {
     if [ ! -s "$scratch/answer" ]; then sleep 1; fi
 }
 
+consumer='' # forgotten soon after its end, before another process may have its number
+consuming() { kill -0 ${consumer:-none} 2>/dev/null || { consumer='' && false; }; }
+
 # By a consumer that brings one message and ends. It acknowledges that when the command that it runs for it exits 0, here
 # once the claim is answered; else the message is in its queue again. "$@": the options that lead to the broker.
 take_message() {
+    while [ -z "$ended" ] && consuming; do announce; sleep 0.1; done # until the last one is acknowledged
     : >"$scratch/answer"
-    wait # until the last one is acknowledged
     if [ -n "$ended" ]; then return; fi
     rm -f "$scratch/message."*
     message=$scratch/message.$claim_id
@@ -87,7 +90,7 @@ take_message() {
     since=$SECONDS # ten seconds at most: it is not told when its queue is deleted, and declared anew
     until [ -e "$message" ]; do
         if [ -n "$ended" ] || [ $((SECONDS - since)) -ge 10 ]; then kill $consumer 2>/dev/null; fi
-        if ! kill -0 $consumer 2>/dev/null; then sleep 1; return; fi
+        if ! consuming; then sleep 1; return; fi
         announce
         sleep 0.1
     done
@@ -96,9 +99,9 @@ take_message() {
     case $? in
         0) true ;;
         # With a consumer that has died it is only what has come of a message, which is in its queue again.
-        1) kill -0 $consumer 2>/dev/null && timeout 20 amqp-publish "$@" -p -e "$exchange.dead" <"$message" ;;
+        1) consuming && timeout 20 amqp-publish "$@" -p -e "$exchange.dead" <"$message" ;;
         *) false ;;
-    esac && touch "$message.answered" || { kill $consumer 2>/dev/null; sleep 1; }
+    esac && touch "$message.answered" || { kill ${consumer:-none} 2>/dev/null; sleep 1; }
 }
 
 release() { ask "select flowforge.release_task_run($id, $token, '$1')"; }
@@ -122,6 +125,7 @@ run() { # the task run $id under $token
     pid=$! why='' begun=$SECONDS renewed=$SECONDS
     while [ -z "$why" ] && kill -0 $pid 2>/dev/null; do
         sleep 0.1
+        consuming
         announce
         if [ $((SECONDS - renewed)) -ge $((lease / 3)) ]; then
             renewed=$SECONDS
@@ -136,15 +140,18 @@ run() { # the task run $id under $token
     if [ -n "$why" ]; then kill -s KILL -- -$pid $pid 2>/dev/null; fi # with all that it has started
     wait $pid
     why=${why:-exit code $?}
-    error=$(tail -c 100000 "$scratch/error" | tr -d '\000' | iconv -c -f UTF-8 -t UTF-8 2>/dev/null) last=${error##*$'\n'}
-    printf %s "$why${last:+: $last}" >"$scratch/told" # by the first line it is known in lists
-    if [ "$error" != "$last" ]; then printf '\n%s' "$error" >>"$scratch/told"; fi
     case $why in
         lost) ;; # it is somebody else's: report nothing
         shutdown) release shutdown ;;
         cancel) finish cancelled null null "" ;;
         'exit code 0') finish succeeded "$text::jsonb" null "$scratch/output" ;;
-        *) finish failed null "$text" "$scratch/told" ;;
+        *)
+            error=$(tail -c 100000 "$scratch/error" | tr -d '\000' | iconv -c -f UTF-8 -t UTF-8 2>/dev/null)
+            last=$(printf %s "$error" | tail -n 1)
+            printf %s "$why${last:+: $last}" >"$scratch/told" # by the first line it is known in lists
+            if [ "$error" != "$last" ]; then printf '\n%s' "$error" >>"$scratch/told"; fi
+            finish failed null "$text" "$scratch/told"
+            ;;
     esac
 }
 
@@ -167,6 +174,6 @@ while [ -z "$ended" ]; do
     if [ -n "$id" ]; then run; fi
 done
 waited=0 # a consumer whose broker answers nothing is not waited for: its message is claimed
-while [ -n "${consumer:-}" ] && kill -0 $consumer 2>/dev/null && [ $((waited += 1)) -le 20 ]; do sleep 0.1; done
-kill ${consumer:-} 2>/dev/null
+while consuming && [ $((waited += 1)) -le 20 ]; do sleep 0.1; done
+if consuming; then kill $consumer 2>/dev/null; fi
 wait

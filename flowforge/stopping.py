@@ -245,7 +245,7 @@ class _Child:
         if self._spared:
             self._end_if_alone()
         if self._which.counts(number, self._spared):
-            if self._spared or self._is_alone():
+            if self._spared or self._is_alone():  # which runs on by itself, as any program does
                 raise KeyboardInterrupt
             self._spared = True
             # It comes as well when only the thread ends that made this process, and means nothing then: from

@@ -177,12 +177,10 @@ def _sender(stream: Stream) -> _Sender:
         return _of_socket(fileno)
     # A descriptor of its own in any case: what a handler puts in the place is not for the log.
     if not stat.S_ISFIFO(mode) and not os.isatty(fileno):
-        own = io.FileIO(os.dup(fileno), "w")
-        return _Sender(own.write, own.fileno(), own.close)  # which makes nobody wait
+        return _of(io.FileIO(os.dup(fileno), "w"))  # which makes nobody wait
     try:
         # Opened anew: to be made non-blocking, a duplicate would be one with theirs.
-        own = io.FileIO(f"/proc/self/fd/{fileno}", "w", opener=_open)
-        return _Sender(own.write, own.fileno(), own.close)
+        return _of(io.FileIO(f"/proc/self/fd/{fileno}", "w", opener=_open))
     except OSError:  # such as of a pipe that another user made
         own = io.FileIO(os.dup(fileno), "w")
 
@@ -190,7 +188,11 @@ def _sender(stream: Stream) -> _Sender:
         # A pipe takes so much whole, or has no room for it.
         return own.write(data[: select.PIPE_BUF]) if _has_room(own.fileno(), 0) else None
 
-    return _Sender(write_if_there_is_room, own.fileno(), own.close)
+    return _of(own)._replace(send=write_if_there_is_room)
+
+
+def _of(own: io.FileIO) -> _Sender:
+    return _Sender(own.write, own.fileno(), own.close)
 
 
 def _of_socket(fileno: int) -> _Sender:
@@ -257,7 +259,7 @@ def read_or_stopped() -> Iterator[Readers]:
     print, and stops when nobody reads the log any more. A log that nobody reads tells nothing.
 
     For programs that have called `serve`."""
-    taken = dict(_taken)
+    taken = {name: each for name, each in _taken.items() if not each.stream.closed}
     # What a module has put in their place, such as a wrapper around them, stays there.
     in_place = {name for name, each in taken.items() if getattr(sys, name) is each.text}
     errors = taken["stderr"].stream if "stderr" in taken else None

@@ -201,7 +201,7 @@ def _waits(task: dict[str, Any]) -> str | None:
     if not is_expanded(task) and (
         task["unmet"] or (waits and waits.startswith("until ") and task["attempt"] > 1)
     ):
-        return None  # told with the attempt that failed
+        return None  # they are told of, or the attempt that failed is
     return waits
 
 

@@ -129,7 +129,7 @@ def trigger(
     url = find_database(database_url).database_url  # which `up`, while it is away, does not tell
     deadline = None if timeout is None else time.monotonic() + timeout
     limit = ANSWER_LIMIT if timeout is None else min(ANSWER_LIMIT, timeout + _MOMENT)
-    # Once there is a run, its caller learns which it is, however the waiting ends.
+    # Its caller is to learn which run he no longer waits for.
     with stopping.interrupting(), Client(url, call_timeout=limit) as client:
         with acting("flowforge_client"):
             try:

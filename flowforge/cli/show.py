@@ -198,7 +198,8 @@ def _task_name(task: dict[str, Any]) -> str:
 
 def _task_row(task: dict[str, Any], maps: dict[str, dict[str, Any]]) -> dict[str, object]:
     notes = []
-    elements = maps.get(task["task"], {"done": 0, "running": 0})
+    none = {"done": 0, "running": 0, "next_waits": None, "next_at": None}
+    elements = maps.get(task["task"], none)
     if is_expanded(task):
         task |= elements
         notes.append(elements_done(elements["done"], task["map_count"], elements["running"]))

@@ -368,6 +368,19 @@ assert sys.stderr is wrapper
     os.close(writer)
 
 
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_module_may_close_what_it_replaces(name: str) -> None:
+    code = f"""
+sys.{name}.close()
+sys.{name} = new = open(os.devnull, "w")
+with streams.read_or_stopped() as readers:
+    print("x", file=sys.{name})
+assert sys.{name} is new
+sys.exit(readers.exit_code(0))
+"""
+    program(code, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def test_a_handler_s_own_pipe_is_not_the_log_s(tmp_path: Path) -> None:
     """Whose reader may go without anybody else being told to stop."""
     code = """

@@ -14,6 +14,7 @@ from flowforge import exits
 from flowforge.definition import Retry, Workflow
 from flowforge.errors import ConfigError, PermanentError
 from flowforge.stopping import Stop
+from flowforge.worker import claiming
 from flowforge.worker.context import Context
 from flowforge.worker.daemon import Worker, handlers_of
 from flowforge.worker.session import Session
@@ -236,15 +237,25 @@ def test_an_unknown_handler_is_given_back_and_found_elsewhere(any_bench: Bench) 
     assert other.counts["unknown_handler"] >= 1
 
 
-def test_of_an_unknown_handler_it_is_told_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """In a while: each element of a map would tell of it again and again."""
-    names = ("one", "two", "three")
-    definition = {"name": "w", "tasks": [{"name": name, "handler": "strange"} for name in names]}
-    bench.execute("select flowforge.define_workflow(%s)", json.dumps(definition))
+def test_of_an_unknown_handler_it_is_told_now_and_then(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each element of a map would tell of it again and again."""
+    handlers = {"one": "strange", "two": "strange", "three": "strange", "four": "stranger"}
+    tasks = [{"name": name, "handler": handler} for name, handler in handlers.items()]
+    bench.execute("select flowforge.define_workflow(%s)", json.dumps({"name": "w", "tasks": tasks}))
     bench.execute("select flowforge.trigger('w')")
+
+    def told() -> list[Any]:
+        return [vars(each) for each in caplog.records if "no such handler" in each.getMessage()]
+
     with bench.worker(Witness("other").workflow) as other:
-        wait_until(lambda: other.counts["released_unknown_handler"] >= len(names), "the releases")
-    assert caplog.text.count("no such handler in this worker's modules") == 1
+        wait_until(lambda: other.counts["unknown_handler"] >= len(tasks), "the claims")
+        assert len(told()) == 2
+        monkeypatch.setattr(claiming, "_UNKNOWN_TOLD_EVERY", 0.0)
+        bench.execute("select flowforge.trigger('w')")
+        wait_until(lambda: len(told()) >= 4, "more")
+    assert any(str(each).count("more_since_last_told") for each in told()[2:])
 
 
 # -- finishing
