@@ -91,7 +91,8 @@ def test_hd_08_restart_while_a_task_runs(cluster: Cluster, rabbit_server: Rabbit
     assert len(cluster.executions()) == 1
     assert worker.stop() == 0
     (ended,) = [entry for entry in worker.entries() if entry["event"] == "stopped"]
-    assert ended["dropped_running"] == 1
+    # The broker may have forgotten the acknowledgement itself, and delivered a second one, too.
+    assert ended["dropped_running"] in (1, 2)
     cluster.check()
 
 
