@@ -146,27 +146,33 @@ def signals(stop: Stop) -> Iterator[Stop]:
         _restore(before)
 
 
+AT_ONCE = 1.0
+"""Seconds after which a further Ctrl-C is pressed by somebody whom the cleaning up takes too long."""
+
+
 @contextlib.contextmanager
 def interrupting() -> Iterator[None]:
     """Within the block SIGTERM, and SIGHUP unless it is ignored, interrupt as Ctrl-C does, so that what is
-    under way is cleaned up. Outside of the main thread, which alone they interrupt, it does nothing."""
+    under way is cleaned up. Further ones do not, also after the block, which is to be the program's end; but
+    for Ctrl-C after a while. Outside of the main thread, which alone they interrupt, it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    first: list[float] = []
+
     def interrupt(number: int, _frame: FrameType | None) -> None:
-        # As in _Requests: further ones must not interrupt what cleans up.
-        if number == signal.SIGHUP:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if number != signal.SIGINT:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        if not first or (number == signal.SIGINT and time.monotonic() - first[0] > AT_ONCE):
+            # Not before: another one that struck in between would keep this from raising.
+            first.append(time.monotonic())
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in heard()}
     try:
         yield
     finally:
-        _restore(before)
+        if not first:
+            _restore(before)
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:

@@ -98,7 +98,8 @@ class _Commands(click.Group):
             click.echo(f"not text in UTF-8: {error.object!a}", err=True)
             ctx.exit(EXIT_USAGE)
         except OSError as error:
-            ctx.exit(_told_in_vain(error))
+            code = _told_in_vain(error)
+            ctx.exit(EXIT_INTERRUPTED if _was_interrupted(error) else code)
         except KeyboardInterrupt as error:
             click.echo(err=True)
             if str(error):
@@ -119,6 +120,13 @@ def _told_in_vain(error: OSError) -> int:
     click.secho("error: ", err=True, fg="red", nl=False)
     click.echo(f"cannot write to standard output: {error.strerror}", err=True)
     return EXIT_FAILED
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether it arose while an interruption was cleaned up after, as on a terminal that has hung up."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _is_of_output(error: OSError) -> bool:
@@ -206,4 +214,6 @@ def main() -> None:
     except SystemExit as end:
         if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
             stopping.end_soon(end.code if isinstance(end.code, int) else 0)
+        elif end.code == EXIT_INTERRUPTED:
+            stopping.end_now(EXIT_INTERRUPTED)  # further signals would have an exit code of their own
         raise

@@ -1,13 +1,16 @@
 """Commands that trigger, list, show, cancel and retry runs: what each prints for people and for programs, and
 how it ends."""
 
+import itertools
 import json
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ from tests.python.orders import ESCAPES, broken, fails_at_first, flow, glad, on_
 from tests.python.running import running
 from tests.python.shell import Shell
 from tests.services.database import Clock, Database
+from tests.services.process import wait_until
 
 # -- trigger
 
@@ -116,6 +120,81 @@ def test_ctrl_c_says_that_the_run_goes_on(
         _, err = process.communicate()
     assert process.returncode == exits.EXIT_INTERRUPTED
     assert err == "\nRun 1 goes on: flowforge watch 1, or flowforge cancel 1\n"
+
+
+CONTROLLED = """
+import fcntl, termios
+from flowforge import cli
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+cli.main()
+"""
+AT_ONCE = """
+from flowforge import cli, stopping
+stopping.AT_ONCE = 600.0
+cli.main()
+"""
+
+
+@pytest.mark.usefixtures("hears_hang_ups")
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGTERM], [signal.SIGINT], [signal.SIGHUP, signal.SIGTERM, signal.SIGINT]],
+    ids=["terminated", "ctrl-c", "all"],
+)
+@pytest.mark.parametrize(
+    "command", [("trigger", "orders", "--wait"), ("watch", "1")], ids=["trigger", "watch"]
+)
+def test_further_signals_change_no_end(shell: Shell, command: tuple[str, ...], numbers: list[int]) -> None:
+    """Whenever they come, to the very last."""
+    if command[0] == "watch":
+        shell("trigger", "orders")
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_ONCE, *command],
+        env=os.environ | shell.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        pictures = process.stdout if command[0] == "watch" else process.stderr
+        assert pictures is not None
+        assert pictures.readline() == "run 1 of orders: pending\n"
+        for number in itertools.cycle(numbers):
+            process.send_signal(number)
+            if process.poll() is not None:
+                break
+            time.sleep(0.002)
+        _, err = process.communicate()
+    assert process.returncode == exits.EXIT_INTERRUPTED
+    assert err == "\nRun 1 goes on: flowforge watch 1, or flowforge cancel 1\n"
+
+
+@pytest.mark.usefixtures("hears_hang_ups")
+@pytest.mark.parametrize(
+    ("command", "asks"),
+    [(("watch", "1"), "task_run_status"), (("trigger", "orders", "--wait", "--json"), "run_result")],
+    ids=["watch", "trigger"],
+)
+def test_a_terminal_that_hangs_up_ends_the_waiting_as_ctrl_c(
+    shell: Shell, db: Database, command: tuple[str, ...], asks: str
+) -> None:
+    """Though what cleans up cannot write to it any more."""
+    if command[0] == "watch":
+        shell("trigger", "orders")
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLED, *command],
+        env=os.environ | shell.environment | {"TERM": "xterm"},
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
+    )
+    os.close(follower)
+    with db.connect() as connection:
+        waiting = "select from pg_stat_activity where query like %s and pid <> pg_backend_pid()"
+        wait_until(lambda: connection.execute(waiting, [f"%{asks}%"]).rowcount > 0, "the waiting")
+    os.close(leader)
+    assert process.wait(60) == exits.EXIT_INTERRUPTED
 
 
 def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 
-from flowforge import Client
+from flowforge import Client, stopping
 from flowforge.config import Config
 from flowforge.exits import EXIT_CONFIG, EXIT_PIPE
 from flowforge.stopping import SIGNALS, Remembered, Stop, hang_up, held_back, interrupting, signals
@@ -324,8 +324,22 @@ def test_the_end_of_a_terminal_asks_to_stop() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM])
-def test_the_end_of_a_terminal_does_not_interrupt_what_cleans_up(first: int) -> None:
+@pytest.fixture
+def signals_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals_restored")
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("again", SIGNALS)
+def test_further_signals_do_not_interrupt_what_cleans_up(
+    first: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the Ctrl-C of somebody whom it takes too long."""
+    monkeypatch.setattr(stopping, "AT_ONCE", 600.0)
     cleaned: list[int] = []
 
     def work() -> None:
@@ -333,15 +347,22 @@ def test_the_end_of_a_terminal_does_not_interrupt_what_cleans_up(first: int) -> 
             try:
                 signal.raise_signal(first)
             finally:
-                signal.raise_signal(signal.SIGHUP)
-                if first == signal.SIGHUP:
-                    signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(again)
                 cleaned.append(first)
 
-    before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(KeyboardInterrupt):
         work()
     assert cleaned == [first]
+    signal.raise_signal(again)
+    monkeypatch.setattr(stopping, "AT_ONCE", -1.0)
+    with pytest.raises(KeyboardInterrupt) if again == signal.SIGINT else contextlib.nullcontext():
+        signal.raise_signal(again)
+
+
+def test_what_was_not_interrupted_leaves_the_signals_as_they_were() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with interrupting():
+        pass
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
