@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from flowforge import streams
 from flowforge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def load_workflows(places: Iterable[str]) -> list[Workflow]:
     for place in places:
         module_name, colon, attribute = place.partition(":")
         module = _import(module_name)
+        streams.mend()
         if colon:
             named = getattr(module, attribute, None)
             if not isinstance(named, Workflow):

@@ -135,6 +135,18 @@ def _handler(form: str, stream: TextIO | None) -> logging.Handler:
     return handler
 
 
+def find_stream() -> None:
+    """Write to what is standard error now where the one so far was closed or detached."""
+    for handler in logging.getLogger(_ROOT).handlers:
+        if isinstance(handler, logging.StreamHandler):
+            try:
+                lost = getattr(handler.stream, "closed", False)
+            except ValueError:  # detached
+                lost = True
+            if lost:
+                handler.stream = getattr(sys, "stderr", None)
+
+
 def reset() -> None:
     """Undo `configure`: the lines go to whatever the program has set up for the standard library's
     logging."""

@@ -373,10 +373,10 @@ def _written_or_end(code: int) -> Callable[[], None]:
 
     def write() -> None:
         begun.set()
-        for stream in (sys.stderr, sys.stdout):
+        for name in ("stderr", "stdout"):
             with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
                 try:
-                    stream.flush()
+                    getattr(sys, name).flush()
                 except OSError:
                     os._exit(code)
 
@@ -402,7 +402,7 @@ def _timer(seconds: float, end: Callable[[int], object], code: int) -> threading
 
 def _flush_and_end(code: int) -> None:
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
         with contextlib.suppress(Exception):  # a handler may have done anything to it
-            stream.flush()
+            getattr(sys, name).flush()
     os._exit(code)

@@ -261,11 +261,12 @@ def read_or_stopped() -> Iterator[Readers]:
     For programs that have called `serve`."""
     taken = {name: each for name, each in _taken.items() if not each.stream.closed}
     # What a module has put in their place, such as a wrapper around them, stays there.
-    in_place = {name for name, each in taken.items() if getattr(sys, name) is each.text}
-    errors = taken["stderr"].stream if "stderr" in taken else None
-    for each in taken.values():
-        # A hang-up counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
-        each.stream.serve_daemon(stopping.hang_up if each.stream is errors else _warn)
+    in_place = {name for name, each in taken.items() if getattr(sys, name, None) is each.text}
+    errors = taken["stderr"].stream if "stderr" in taken and _is_behind_errors(taken["stderr"]) else None
+    # A hang-up counts as one request with whatever else tells of the end: Ctrl-C ends the reader, too.
+    on_unread = {"stdout": _warn, "stderr": None if errors is None else stopping.hang_up}
+    for name, each in taken.items():
+        each.stream.serve_daemon(on_unread[name])
     try:
         with _watched(errors):
             yield Readers(errors)
@@ -276,6 +277,26 @@ def read_or_stopped() -> Iterator[Readers]:
             if name in in_place:
                 setattr(sys, name, each.text)  # or put anything in its place
             each.stream.serve_command()
+
+
+def _is_behind_errors(taken: _Taken) -> bool:
+    """Whether what is standard error now may be written through it: not a file of a module's own."""
+    try:
+        return sys.stderr.fileno() == taken.stream.fileno()
+    except Exception:  # noqa: BLE001 -- there is none, or a wrapper without a descriptor
+        return True
+
+
+def mend() -> None:
+    """What modules of handlers have closed at their import: the next connection would be standard output, and
+    handlers print into it."""
+    for fileno in range(3):
+        try:
+            os.fstat(fileno)
+        except OSError:
+            # The lowest number that is free, which this is.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    log.find_stream()
 
 
 def _warn() -> None:

@@ -294,9 +294,9 @@ def _load(setup: Setup) -> dict[str, Callable[[Any], Any]]:
 
 def _flush() -> None:
     """As the process may be killed at any moment."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
         with contextlib.suppress(Exception):  # a handler may have done anything to it
-            stream.flush()
+            getattr(sys, name).flush()
 
 
 def limit_memory(limit: int) -> None:

@@ -226,6 +226,58 @@ def test_handlers_need_no_reader(db: Database, tmp_path: Path, isolation: str, l
     assert ended in ([("succeeded",)], [("ready",)])
 
 
+ODD = """
+import io, os, sys
+from flowforge import Workflow
+workflow = Workflow("w")
+
+@workflow.task()
+def task(ctx):
+    if hasattr(sys, "stdout"):
+        print("printed", flush=True)
+
+ODD
+"""
+
+
+@pytest.mark.parametrize("isolation", ["threads", "processes"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "os.close(1)",
+        "os.close(2)",
+        "os.closerange(1, 3)",
+        "del sys.stdout",
+        "sys.stderr = io.TextIOWrapper(sys.stderr.detach(), write_through=True)",
+        "sys.stderr.close(); sys.stderr = io.open(2, 'w', closefd=False, buffering=1)",
+    ],
+)
+def test_whatever_a_module_does_to_the_streams_its_worker_works(
+    db: Database, tmp_path: Path, odd: str, isolation: str
+) -> None:
+    """And no print gets into the log, or a connection."""
+    (tmp_path / "own.py").write_text(ODD.replace("ODD", odd))
+    log = tmp_path / "log"
+    with Client(db.dsn) as client, running(Config(database_url=db.dsn)), log.open("wb") as file:
+        client.define({"name": "w", "tasks": [{"name": "task"}]})
+        run = client.trigger("w")
+        with subprocess.Popen(
+            [sys.executable, "-m", "flowforge", "worker", "own", "--isolation", isolation],
+            cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=file,
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT), "FLOWFORGE_DATABASE_URL": db.dsn},
+        ) as process:  # fmt: skip
+            try:
+                assert client.wait(run, timeout=TIMEOUT).state == "succeeded"
+            finally:
+                process.terminate()
+            assert process.wait(TIMEOUT) == 0
+    told = log.read_text()
+    assert "printed" not in told
+    assert "Error" not in told
+    assert "error" not in told
+    assert told.count("stopped") == (0 if "2" in odd.partition(";")[0] or "3" in odd else 1)
+
+
 def test_a_log_that_is_read_too_slowly_holds_up_no_daemon(db: Database) -> None:
     """Nor its end."""
     reader, writer = os.pipe()
@@ -427,6 +479,7 @@ print("x" * 1_000_000)
     [
         "stopping.end_now(7)",
         "threading.Thread(target=time.sleep, args=[3600]).start(); stopping.end_soon(7)",
+        "out = sys.stdout; del sys.stdout; stopping.end_now(7)",
     ],
 )
 def test_output_that_nobody_reads_keeps_no_program_from_its_end(end: str) -> None:

@@ -381,6 +381,24 @@ sys.exit(readers.exit_code(0))
     program(code, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def test_a_module_s_own_file_for_errors_is_left_to_it(tmp_path: Path) -> None:
+    """Nobody is told to stop when the reader of what it left goes."""
+    code = f"""
+stopping.remember()
+sys.stderr = new = open({str(tmp_path / "own")!r}, "w")
+with streams.read_or_stopped() as readers:
+    print("x", file=sys.stderr)
+    logging.StreamHandler(streams._taken["stderr"].text).handle(logging.makeLogRecord({{"msg": "y"}}))
+assert sys.stderr is new
+sys.exit(readers.exit_code(0))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program("from flowforge import stopping" + code, stderr=writer)
+    os.close(writer)
+    assert (tmp_path / "own").read_text() == "x\n"
+
+
 def test_a_handler_s_own_pipe_is_not_the_log_s(tmp_path: Path) -> None:
     """Whose reader may go without anybody else being told to stop."""
     code = """
@@ -398,6 +416,9 @@ sys.exit(readers.exit_code(0))
     with (tmp_path / "log").open("wb") as file:
         program(code, stderr=file)
     assert "meanwhile" in (tmp_path / "log").read_text()
+    # Nor where no description of its own can be had.
+    refuse = "def refuse(*_):\n    raise PermissionError\nstreams._open = refuse\n"
+    assert b"meanwhile" in program(refuse + code, stderr=subprocess.PIPE).stderr
 
 
 def test_a_daemon_serves_on_when_only_its_output_is_not_read_any_more() -> None:
