@@ -240,7 +240,8 @@ def end_with_parent(number: int) -> None:
 class _Child:
     """A signal handler for the child of a fork, such as a handler makes. What a terminal sends to all of its
     processes is for the parent, which gives its handlers time to finish; from then on, on Linux, the child
-    ends with it. The second request is for the child too, and so is the first when the parent has gone."""
+    ends with it: with the process that made it, be that the worker or not. The second request is for the
+    child too, and so is the first when the parent has gone."""
 
     def __init__(self) -> None:
         self._which = _Requests()
@@ -266,9 +267,9 @@ class _Child:
 
     def _end_if_alone(self) -> None:
         if self._is_alone():
-            # Not by an exception: the processes of a pool would catch that, and wait for their next call.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            # Not by an exception: the processes of a pool would catch that, and wait for their next call. Nor
+            # by what the program may have blocked, or has a use of its own for.
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_to_worker() -> None:

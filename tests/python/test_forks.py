@@ -118,6 +118,7 @@ def fork():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(600)
         os.close(goes)
+        BLOCKS
         handler = signal.getsignal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert handler._spared
@@ -140,9 +141,11 @@ assert os.read(told, 9) == b"lives"
 """
 
 
-def test_what_was_spared_outlives_the_thread_that_made_it() -> None:
-    """As one that a handler was given for its time; and not the process."""
-    with subprocess.Popen([sys.executable, "-c", SPARED], cwd=CHECKOUT, stdout=subprocess.PIPE) as process:
+@pytest.mark.parametrize("blocks", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])"])
+def test_what_was_spared_outlives_the_thread_that_made_it(blocks: str) -> None:
+    """As one that a handler was given for its time; and not the process, whatever it blocks."""
+    program = SPARED.replace("BLOCKS", blocks)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=CHECKOUT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         assert process.wait(TIMEOUT) == 0
@@ -195,12 +198,22 @@ def test_whoever_has_a_use_for_sighup_keeps_it(monkeypatch: pytest.MonkeyPatch) 
 
     def reload(_number: int, _frame: object) -> None: ...
 
-    for handler, taken in ((signal.SIG_IGN, True), (reload, False)):
+    for handler, taken in ((signal.SIG_DFL, True), (signal.SIG_IGN, True), (reload, False)):
         signal.signal(signal.SIGHUP, handler)
         child = stopping._Child()
         child(signal.SIGINT, None)
         assert signal.getsignal(signal.SIGHUP) is (child if taken else handler)
-    assert asked == [signal.SIGHUP]
+    assert asked == [signal.SIGHUP, signal.SIGHUP]
+
+
+@pytest.mark.usefixtures("hang_up_restored")
+def test_a_parent_that_ends_before_its_end_is_asked_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux tells of an end that is still to come."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    monkeypatch.setattr(stopping, "end_with_parent", lambda _: monkeypatch.setattr(os, "getppid", lambda: 1))
+    stopping._Child()(signal.SIGINT, None)
+    assert sent == [(os.getpid(), signal.SIGKILL)]
 
 
 @pytest.mark.parametrize("blocked", [set[int](), set(SIGNALS)])
