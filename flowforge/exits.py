@@ -31,7 +31,8 @@ EXITS = {
     EXIT_NO_SLOTS: "a worker lost its last slot to a handler that cannot be stopped",
     EXIT_TIMEOUT: "a run that was waited for had not ended in time",
     EXIT_REFUSED: "refused in the present state: retry of a running task, a key used with other input",
-    EXIT_INTERRUPTED: "interrupted by Ctrl-C, a command that waits by any signal; told to stop a second time",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C, or by SIGTERM or SIGHUP where a command waits; "
+    "told to stop a second time",
     EXIT_PIPE: "whoever read the output, or the log of a daemon, has stopped reading, as head does",
 }
 

@@ -113,7 +113,7 @@ class Changes:
         """The tasks that have waited for the same thing for a while, by what that is."""
         found: dict[str, list[str]] = defaultdict(list)
         for task in snapshot.tasks:
-            waits, now = _waits(task), self.now()
+            waits, now = _untold_waits(task), self.now()
             before, since = self._waits.get(task["task"], (None, None))
             if waits != before:
                 self._waits[task["task"]] = waits, now
@@ -195,7 +195,7 @@ def waits_of(task: dict[str, Any]) -> str | None:
     return None if waits is None else local_waits(waits, at)
 
 
-def _waits(task: dict[str, Any]) -> str | None:
+def _untold_waits(task: dict[str, Any]) -> str | None:
     """What one that could go on waits for, and nothing else tells."""
     waits = waits_of(task)
     if not is_expanded(task) and (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +112,8 @@ def trigger(
 
     With --wait it prints the outputs of the last tasks instead, and ends with the run: exit code 0 when it
     succeeded, 1 when it failed or was cancelled. A database that goes away is waited for. The run goes on
-    when the waiting ends before it, by Ctrl-C, SIGTERM or --timeout. The login needs flowforge_client, and
-    for the picture flowforge_reader.
+    when the waiting ends before it, by Ctrl-C, SIGTERM, SIGHUP or --timeout. The login needs
+    flowforge_client, and for the picture flowforge_reader.
 
     \b
     Examples:
@@ -130,7 +131,8 @@ def trigger(
     deadline = None if timeout is None else time.monotonic() + timeout
     limit = ANSWER_LIMIT if timeout is None else min(ANSWER_LIMIT, timeout + _MOMENT)
     # Its caller is to learn which run he no longer waits for.
-    with stopping.interrupting(), Client(url, call_timeout=limit) as client:
+    waiting = stopping.interrupting() if wait else nullcontext()
+    with waiting, Client(url, call_timeout=limit) as client:
         with acting("flowforge_client"):
             try:
                 run_id = client.trigger(
@@ -179,7 +181,7 @@ def _await(
     def left() -> float | None:
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    may_watch = True  # as far as is known
+    may_read = True  # what a picture is made of, until that is refused
     if not quiet:
         out = Console(stderr=True, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
         try:
@@ -187,9 +189,9 @@ def _await(
                 follow(looks_at(run_id, url, left(), out=out, found=True), out=out)
         except MissingPrivilege:
             # A client may ask for the result of its run, and not see how it gets on.
-            may_watch = False
+            may_read = False
             click.echo(f"Waiting for run {run_id} (a live picture takes flowforge_reader).", err=True)
-    with telling_how_to_go_on(run_id, timeout, may_watch), acting("flowforge_client"):
+    with telling_how_to_go_on(run_id, timeout, may_read), acting("flowforge_client"):
         return client.wait(run_id, timeout=left())
 
 

@@ -201,7 +201,7 @@ def _task_row(task: dict[str, Any], maps: dict[str, dict[str, Any]]) -> dict[str
     none = {"done": 0, "running": 0, "next_waits": None, "next_at": None}
     elements = maps.get(task["task"], none)
     if is_expanded(task):
-        task |= elements
+        task = task | elements
         notes.append(elements_done(elements["done"], task["map_count"], elements["running"]))
     if waits := waits_of(task):
         notes.append(f"waits: {waits}")

@@ -121,7 +121,7 @@ def picture(snapshot: Snapshot, height: int) -> Group:
     parts: list[Any] = [title, table]
     if len(shown) < len(snapshot.tasks):
         seen = {task["task_run_id"] for task in shown}
-        rest = Counter(task["state"] for task in snapshot.tasks if task["task_run_id"] not in seen)
+        rest = Counter(shown_state(task) for task in snapshot.tasks if task["task_run_id"] not in seen)
         states = ", ".join(f"{count} {state}" for state, count in sorted(rest.items()))
         parts.append(Text(f"… and {counted(rest.total(), 'more task')}: {states}", style="dim"))
     return Group(*parts)
@@ -191,7 +191,8 @@ def watch(
 
     A live picture on a terminal; one line for each change in a pipe; with --json one document for each
     change. A database that goes away is waited for. Exit code 0 when the run succeeded, 1 when it failed
-    or was cancelled.
+    or was cancelled. Ctrl-C, SIGTERM and SIGHUP end the watching, within seconds where the database is
+    silent, and the run goes on.
 
     \b
     Examples:

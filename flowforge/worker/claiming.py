@@ -297,14 +297,16 @@ class Claimer(ABC):
             executor.start(known)
 
     def _tell_unknown(self, claim: Claim) -> None:
-        """Of each handler once a minute: it may be a whole map's, and each element comes back again."""
+        """Of each handler once a minute: it may be a whole map's, and each element comes back again. What
+        comes after the last time is never told, nor what was counted before the names were too many."""
+        now = time.monotonic()
         told, more = self._unknown.get(claim.handler, (-math.inf, 0))
-        if time.monotonic() < told + _UNKNOWN_TOLD_EVERY:
+        if now < told + _UNKNOWN_TOLD_EVERY:
             self._unknown[claim.handler] = told, more + 1
             return
         if len(self._unknown) >= _UNKNOWN_KEPT:
             self._unknown.clear()
-        self._unknown[claim.handler] = time.monotonic(), 0
+        self._unknown[claim.handler] = now, 0
         _log.warning(
             "no such handler in this worker's modules; giving the task run back for another worker "
             "(a worker has its modules as they were when it started: restart it after an edit, and with each "

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -369,3 +370,28 @@ def test_a_connection_lost_after_the_last_claim_is_no_trouble_while_handlers_run
         witness.gate.open()
         assert bench.wait_run(run) == ["succeeded"]
         wait_until(lambda: session.lost_since_answer == 0, "the next claim")
+
+
+def test_how_often_a_handler_was_unknown_is_counted_for_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For so many names at a time."""
+    now = 0.0
+    monkeypatch.setattr(claiming, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(claiming, "_UNKNOWN_KEPT", 2)
+    claimer: Any = SimpleNamespace(_unknown={})
+
+    def comes(*handlers: str) -> list[tuple[str, int]]:
+        """What is told: of which handler, and how many more."""
+        caplog.clear()
+        for handler in handlers:
+            claim: Any = SimpleNamespace(handler=handler, run_id=1, task_run_id=1)
+            claiming.Claimer._tell_unknown(claimer, claim)
+        told = [vars(each)["keys"] for each in caplog.records]
+        return [(each["handler"], each.get("more_since_last_told", 0)) for each in told]
+
+    assert comes("a", "a", "b", "a") == [("a", 0), ("b", 0)]
+    now = claiming._UNKNOWN_TOLD_EVERY
+    assert comes("a", "a") == [("a", 2)]
+    assert comes("c", "d") == [("c", 0), ("d", 0)]
+    assert claimer._unknown.keys() == {"d"}

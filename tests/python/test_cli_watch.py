@@ -17,7 +17,7 @@ from rich.console import Console
 from flowforge import Client, Workflow, exits
 from flowforge.cli.changes import Changes, change_line
 from flowforge.cli.common import acting, database, duration
-from flowforge.cli.snapshots import snapshot, snapshots
+from flowforge.cli.snapshots import Snapshot, snapshot, snapshots
 from flowforge.cli.watch import picture
 from flowforge.config import Config
 from flowforge.db import Connection
@@ -356,6 +356,18 @@ def test_live_picture_of_many_tasks_fits_the_terminal(db: Database) -> None:
     assert "✖ failed     t33" in last
     assert re.search(r"… and \d+ more tasks: \d+ succeeded", last)
     assert sum("succeeded  t" in line for line in last.splitlines()) < 20
+
+
+def test_the_rest_in_numbers_is_as_it_would_be_shown() -> None:
+    """A map of which something has begun is running."""
+    a_map = {"state": "pending", "map_count": 3, "done": 1, "running": 1, "failed": 0, "duration": None}
+    a_map |= {"waits": None, "available_at": None, "next_waits": None, "next_at": None, "progress": None}
+    a_map |= {"error": None, "attempt": 1, "max_attempts": 1, "progress_message": None}
+    tasks = [a_map | {"task_run_id": number, "task": f"t{number}"} for number in range(9)]
+    run = {"run_id": 1, "workflow": "w", "version": 1, "state": "running", "duration": None}
+    file = io.StringIO()
+    Console(file=file, width=100).print(picture(Snapshot(run, tasks), 8))
+    assert "… and 6 more tasks: 6 running" in file.getvalue()
 
 
 def test_durations_read_well() -> None:
