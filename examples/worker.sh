@@ -123,7 +123,7 @@ run() { # the task run $id under $token
     printf '%s\n' "$task" >"$scratch/task"
     setsid "$handlers/$handler" <"$scratch/task" >"$scratch/output" 2>"$scratch/error" &
     pid=$! why='' begun=$SECONDS renewed=$SECONDS
-    while [ -z "$why" ] && kill -0 $pid 2>/dev/null; do
+    while [ -z "$why$ended" ] && kill -0 $pid 2>/dev/null; do
         sleep 0.1
         consuming
         announce
@@ -133,13 +133,16 @@ run() { # the task run $id under $token
                 renewed=$((SECONDS - lease / 3 + 1))
             why=$(grep -E 'lost|cancel' "$scratch/answer")
         fi
-        kill -0 $pid 2>/dev/null || break # what is done by now is not thrown away
-        if [ $((SECONDS - begun)) -gt "$limit" ]; then why='time limit exceeded'; fi
-        if [ -n "$ended" ]; then why=shutdown; fi
+        if [ $((SECONDS - begun)) -gt "$limit" ] && kill -0 $pid 2>/dev/null; then why='time limit exceeded'; fi
     done
-    if [ -n "$why" ]; then kill -s KILL -- -$pid $pid 2>/dev/null; fi # with all that it has started
-    wait $pid
-    why=${why:-exit code $?}
+    {
+        if [ -n "$why$ended" ]; then kill -s KILL -- -$pid $pid; fi # with all that it has started
+        wait $pid
+        code=$?
+    } 2>/dev/null # where bash tells of who was killed
+    # Ended here, or by the same signal, which systemd sends to all; but what has succeeded by now is not thrown away.
+    if [ -n "$ended" ] && { [ $code != 0 ] || [ ! -s "$scratch/output" ]; }; then why=${why:-shutdown}; fi
+    why=${why:-exit code $code}
     case $why in
         lost) ;; # it is somebody else's: report nothing
         shutdown) release shutdown ;;

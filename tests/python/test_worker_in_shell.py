@@ -16,16 +16,20 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tests.services.amqp_tools import shell_path
 from tests.services.database import Database
-from tests.services.process import free_port, is_alive, wait_until
+from tests.services.process import descendants, free_port, is_alive, wait_until
 
 WORKER = Path(__file__).resolve().parents[2] / "examples" / "worker.sh"
 
+TELL = 'echo $$ >"$D/pid.new"; mv "$D/pid.new" "$D/pid"; '
 HANDLERS = {
     "bad_error": "printf 'caf\\351\\000!' >&2; exit 1",
     "bad_item": "echo looking at it >&2; echo bad item >&2; exit 3",
     "bad_output": "printf '\"caf\\351\"'",
     "right": "echo 1",
-    "endless": 'echo $$ >"$D/pid.new"; mv "$D/pid.new" "$D/pid"; exec sleep 600',
+    "endless": TELL + "exec sleep 600",
+    "endless_1": "trap 'exit 1' TERM HUP; " + TELL + "while :; do sleep 0.1; done",
+    "endless_0": "trap 'exit 0' TERM HUP; " + TELL + "while :; do sleep 0.1; done",
+    "told_to_end": TELL + 'until [ -e "$D/go" ]; do sleep 0.1; done; echo 1',
 }
 
 # Runs the command with the body and notes how that ended; or with as many bytes as "cut" says, and dies.
@@ -186,6 +190,42 @@ def test_its_handler_ends_with_it(
         assert connection.execute("select state from flowforge.task_run").fetchall() == [("ready",)]
     if not slowly:
         assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert (tmp_path / "log").read_text() == ""
+
+
+@pytest.mark.parametrize("handler", ["endless", "endless_1", "endless_0"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_its_handler_is_given_back_when_the_signal_comes_to_all(
+    db: Database, start: Start, tmp_path: Path, handler: str, number: signal.Signals
+) -> None:
+    """As from systemd: however the handler ends by it, it has not failed."""
+    with connect(db.dsn, autocommit=True) as connection:
+        trigger(connection, handler)
+        worker = start(db.create_login("flowforge_worker"))
+        wait_until((tmp_path / "pid").exists, "the handler", 60)
+        worker.send_signal(signal.SIGSTOP)  # so that the handler has ended when the worker looks
+        for pid in [worker.pid, *(each.pid for each in descendants(worker.pid))]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())), "the handler's end", 60)
+        worker.send_signal(signal.SIGCONT)
+        assert worker.wait(60) == 0
+        assert connection.execute("select state from flowforge.task_run").fetchall() == [("ready",)]
+
+
+def test_what_succeeds_as_the_signal_comes_is_reported(db: Database, start: Start, tmp_path: Path) -> None:
+    with connect(db.dsn, autocommit=True) as connection:
+        trigger(connection, "told_to_end")
+        worker = start(db.create_login("flowforge_worker"))
+        wait_until((tmp_path / "pid").exists, "the handler", 60)
+        worker.send_signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        wait_until(lambda: not is_alive(int((tmp_path / "pid").read_text())), "the handler's end", 60)
+        worker.terminate()
+        worker.send_signal(signal.SIGCONT)
+        assert worker.wait(60) == 0
+        query = "select state, output from flowforge.task_run"
+        assert connection.execute(query).fetchall() == [("succeeded", 1)]
 
 
 def test_half_a_message_is_no_dead_letter(db: Database, start: Start, tools: Path) -> None:
