@@ -20,6 +20,7 @@ export PGCONNECT_TIMEOUT="${PGCONNECT_TIMEOUT:-5}"
 scratch=$(mktemp -d) && trap 'rm -rf "$scratch"' EXIT
 ended= # by a signal: give back what runs, take nothing new; the seconds that each call still has
 trap 'ended=5' TERM INT HUP
+trap : PIPE # when nobody reads what this tells; what is only ignored, handlers would ignore, too
 
 # A statement, repeated until it is answered, as is safe with each; its rows are in $scratch/answer. $text in it is the text
 # of the file $2: refused when it is none; cut off, and so no JSON, beyond the largest payload that there can be. 1: refused
@@ -150,7 +151,7 @@ run() { # the task run $id under $token
         'exit code 0') finish succeeded "$text::jsonb" null "$scratch/output" ;;
         *)
             error=$(tail -c 100000 "$scratch/error" | tr -d '\000' | iconv -c -f UTF-8 -t UTF-8 2>/dev/null)
-            last=$(printf %s "$error" | tail -n 1)
+            last=$(printf %s "$error" | grep -a '[^[:space:]]' | tail -n 1)
             printf %s "$why${last:+: $last}" >"$scratch/told" # by the first line it is known in lists
             if [ "$error" != "$last" ]; then printf '\n%s' "$error" >>"$scratch/told"; fi
             finish failed null "$text" "$scratch/told"

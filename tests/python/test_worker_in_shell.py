@@ -23,13 +23,15 @@ WORKER = Path(__file__).resolve().parents[2] / "examples" / "worker.sh"
 TELL = 'echo $$ >"$D/pid.new"; mv "$D/pid.new" "$D/pid"; '
 HANDLERS = {
     "bad_error": "printf 'caf\\351\\000!' >&2; exit 1",
-    "bad_item": "echo looking at it >&2; echo bad item >&2; exit 3",
+    "bad_item": "echo looking at it >&2; echo bad item >&2; echo '   ' >&2; exit 3",
     "bad_output": "printf '\"caf\\351\"'",
     "right": "echo 1",
+    "blank_error": "echo '   ' >&2; exit 4",
     "endless": TELL + "exec sleep 600",
     "endless_1": "trap 'exit 1' TERM HUP; " + TELL + "while :; do sleep 0.1; done",
     "endless_0": "trap 'exit 0' TERM HUP; " + TELL + "while :; do sleep 0.1; done",
     "told_to_end": TELL + 'until [ -e "$D/go" ]; do sleep 0.1; done; echo 1',
+    "broken_pipe": "sh -c 'kill -s PIPE $$'; echo $?",
 }
 
 # Runs the command with the body and notes how that ended; or with as many bytes as "cut" says, and dies.
@@ -62,14 +64,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         write(tmp_path / "handlers" / name, text)
     started = []
 
-    def start(dsn: str, amqp: str = "") -> subprocess.Popen[bytes]:
+    def start(dsn: str, amqp: str = "", stderr: int | None = None) -> subprocess.Popen[bytes]:
         given = {f"PG{key.upper()}": str(value) for key, value in conninfo_to_dict(dsn).items()}
         given["PGDATABASE"] = given.pop("PGDBNAME")
         given |= {"PATH": path, "FLOWFORGE_AMQP_URL": amqp, "D": str(tmp_path)}
         with (tmp_path / "log").open("wb") as log:
             started.append(
                 subprocess.Popen(
-                    [WORKER, tmp_path / "handlers"], env=given, stderr=log, start_new_session=True
+                    [WORKER, tmp_path / "handlers"], env=given, stderr=stderr or log, start_new_session=True
                 )
             )
         return started[-1]
@@ -115,13 +117,14 @@ def end(worker: subprocess.Popen[bytes]) -> None:
 
 def test_what_is_no_text_is_reported(db: Database, start: Start) -> None:
     with connect(db.dsn, autocommit=True) as connection:
-        trigger(connection, "bad_error", "bad_item", "bad_output")
+        trigger(connection, "bad_error", "bad_item", "bad_output", "blank_error")
         worker = start(db.create_login("flowforge_worker"))
         query = "select error from flowforge.task_run where state = 'failed' order by 1"
-        wait_until(lambda: connection.execute(query).rowcount == 3, "all failures", 60)
+        wait_until(lambda: connection.execute(query).rowcount == 4, "all failures", 60)
         assert connection.execute(query).fetchall() == [
             ("exit code 1: caf!",),
-            ("exit code 3: bad item\nlooking at it\nbad item",),
+            ("exit code 3: bad item\nlooking at it\nbad item\n   ",),
+            ("exit code 4\n   ",),
             ("the output cannot be stored",),
         ]
     end(worker)
@@ -226,6 +229,22 @@ def test_what_succeeds_as_the_signal_comes_is_reported(db: Database, start: Star
         assert worker.wait(60) == 0
         query = "select state, output from flowforge.task_run"
         assert connection.execute(query).fetchall() == [("succeeded", 1)]
+
+
+def test_it_goes_on_when_nobody_reads_what_it_tells(db: Database, start: Start) -> None:
+    """And its handlers end by a broken pipe as ever."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with connect(db.dsn, autocommit=True) as connection:
+        trigger(connection, "nowhere", "broken_pipe")
+        worker = start(db.create_login("flowforge_worker"), stderr=writer)
+        os.close(writer)
+        given_back = "select 1 from flowforge.unknown_handlers"
+        wait_until(lambda: connection.execute(given_back).rowcount == 1, "what nobody knows", 60)
+        query = "select output from flowforge.task_run where state = 'succeeded'"
+        wait_until(lambda: connection.execute(query).rowcount == 1, "the task run", 60)
+        assert connection.execute(query).fetchall() == [(128 + signal.SIGPIPE,)]
+    end(worker)
 
 
 def test_half_a_message_is_no_dead_letter(db: Database, start: Start, tools: Path) -> None:
