@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -133,43 +134,65 @@ def trigger(
     # Its caller is to learn which run he no longer waits for.
     waiting = stopping.interrupting() if wait else nullcontext()
     with waiting, Client(url, call_timeout=limit) as client:
-        with acting("flowforge_client"):
-            try:
-                run_id = client.trigger(
-                    workflow,
-                    value,
-                    idempotency_key=idempotency_key,
-                    version=version,
-                    priority=priority,
-                    delay=delay,
-                    labels=dict(labels),
-                )
-            except NotFound as error:
-                if "no version" in str(error):
-                    raise
-                raise NotFound(
-                    f"there is no workflow {workflow!r}; see which there are: {command('workflows')}; "
-                    f"register it: {command('define MODULE')}"
-                ) from error
-            except DatabaseUnavailable as error:
-                if deadline is None or time.monotonic() < deadline:
-                    raise
-                raise WaitTimeout(f"{error}; whether there is a run now is not known") from error
-        if not wait:
-            print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
-            return
+        run_id = None
         try:
+            run_id = _start(
+                client,
+                deadline,
+                workflow,
+                value,
+                idempotency_key=idempotency_key,
+                version=version,
+                priority=priority,
+                delay=delay,
+                labels=dict(labels),
+            )
+            if not wait:
+                print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
+                return
             result = _await(client, url, run_id, timeout, deadline, quiet=as_json)
         except BaseException as error:
             # Whatever happened to the waiting: the caller learns which run it is.
-            if as_json:
+            if run_id is not None and wait and as_json:
                 print_json({"run_id": run_id, "workflow": workflow})
-            if isinstance(error, FlowForgeError) and not isinstance(error, WaitTimeout | NotReadable):
+            if isinstance(error, KeyboardInterrupt) and not str(error):  # between any two steps
+                known = _unknown(workflow, idempotency_key) if run_id is None else goes_on(run_id)
+                raise KeyboardInterrupt(known) from None
+            names_it = isinstance(error, WaitTimeout | NotReadable)
+            if run_id is not None and isinstance(error, FlowForgeError) and not names_it:
                 error.__notes__ = [goes_on(run_id)]
             raise
     _print_result(result, as_json)
     if not result.succeeded:
         ctx.exit(EXIT_FAILED)
+
+
+def _start(client: Client, deadline: float | None, workflow: str, value: Any, **options: Any) -> int:
+    """The id of a new run, or of the one that its idempotency key names."""
+    with acting("flowforge_client"):
+        try:
+            return client.trigger(workflow, value, **options)
+        except NotFound as error:
+            if "no version" in str(error):
+                raise
+            raise NotFound(
+                f"there is no workflow {workflow!r}; see which there are: {command('workflows')}; "
+                f"register it: {command('define MODULE')}"
+            ) from error
+        except DatabaseUnavailable as error:
+            if deadline is None or time.monotonic() < deadline:
+                raise
+            raise WaitTimeout(f"{error}; whether there is a run now is not known") from error
+
+
+def _unknown(workflow: str, idempotency_key: str | None) -> str:
+    """What to tell whoever interrupted the request for a run."""
+    if idempotency_key is not None:
+        return "Whether there is a run now is not known: the same command gives it, or starts it."
+    return (
+        f"Whether there is a run now is not known: {command(f'runs --workflow {shlex.quote(workflow)}')}. "
+        "With --idempotency-key the same command could be given again, and would start no second one."
+    )
 
 
 def _await(

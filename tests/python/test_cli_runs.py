@@ -122,6 +122,53 @@ def test_ctrl_c_says_that_the_run_goes_on(
     assert err == "\nRun 1 goes on: flowforge watch 1, or flowforge cancel 1\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "options", "advice"),
+    [
+        (signal.SIGINT, [], "flowforge runs --workflow orders. With --idempotency-key "),
+        (signal.SIGINT, ["--idempotency-key", "k"], "the same command gives it, or starts it."),
+        (signal.SIGTERM, ["--wait"], "flowforge runs --workflow orders. With --idempotency-key "),
+        (signal.SIGTERM, ["--wait", "--json"], "flowforge runs --workflow orders. With --idempotency-key "),
+    ],
+    ids=["without waiting", "with a key", "waiting", "json"],
+)
+def test_a_request_for_a_run_that_is_interrupted_says_that_nobody_knows(
+    shell: Shell, db: Database, number: int, options: list[str], advice: str
+) -> None:
+    with db.connect() as connection, connection.transaction():
+        connection.execute("lock table flowforge.run in access exclusive mode")
+        with subprocess.Popen(
+            [sys.executable, "-m", "flowforge", "trigger", "orders", *options],
+            env=os.environ | shell.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            waiting = "select from pg_locks where not granted and relation = 'flowforge.run'::regclass"
+            wait_until(lambda: connection.execute(waiting).rowcount > 0, "the request")
+            process.send_signal(number)
+            out, err = process.communicate()
+    assert (process.returncode, out) == (exits.EXIT_INTERRUPTED, "")
+    assert err.startswith(f"\nWhether there is a run now is not known: {advice}")
+
+
+@pytest.mark.parametrize(
+    "options", [["--json"], ["--wait"], ["--wait", "--json"]], ids=["started", "waiting", "waiting json"]
+)
+def test_a_run_is_named_whenever_the_command_is_interrupted(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """Also after the trigger, before anything is printed."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"flowforge.cli.runs.{'_await' if '--wait' in options else 'print_json'}", interrupt)
+    result = shell("trigger", "orders", *options, code=exits.EXIT_INTERRUPTED)
+    assert "Run 1 goes on: flowforge watch 1, or flowforge cancel 1\n" in result.stderr
+    assert options != ["--wait", "--json"] or json.loads(result.stdout) == {"run_id": 1, "workflow": "orders"}
+
+
 CONTROLLED = """
 import fcntl, termios
 from flowforge import cli
