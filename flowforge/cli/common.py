@@ -313,6 +313,17 @@ def _plain(value: object) -> object:
     return str(value)
 
 
+@contextmanager
+def known_at_least(what: str) -> Iterator[None]:
+    """What is printed within the block tells of something that was done, and is not safe to repeat: when that
+    cannot be written, standard error says `what`."""
+    try:
+        yield
+    except OSError:
+        say(what, err=True)
+        raise
+
+
 # -- output for people
 
 

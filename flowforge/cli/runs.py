@@ -24,6 +24,7 @@ from flowforge.cli.common import (
     duration,
     find_database,
     json_option,
+    known_at_least,
     local_time,
     parse_json,
     print_json,
@@ -148,13 +149,15 @@ def trigger(
                 labels=dict(labels),
             )
             if not wait:
-                print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
+                with known_at_least(_started(run_id)):
+                    print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
                 return
             result = _await(client, url, run_id, timeout, deadline, quiet=as_json)
         except BaseException as error:
             # Whatever happened to the waiting: the caller learns which run it is.
             if run_id is not None and wait and as_json:
-                print_json({"run_id": run_id, "workflow": workflow})
+                with known_at_least(_started(run_id)):
+                    print_json({"run_id": run_id, "workflow": workflow})
             if isinstance(error, KeyboardInterrupt) and not str(error):  # between any two steps
                 known = _unknown(workflow, idempotency_key) if run_id is None else goes_on(run_id)
                 raise KeyboardInterrupt(known) from None
@@ -183,6 +186,10 @@ def _start(client: Client, deadline: float | None, workflow: str, value: Any, **
             if deadline is None or time.monotonic() < deadline:
                 raise
             raise WaitTimeout(f"{error}; whether there is a run now is not known") from error
+
+
+def _started(run_id: int) -> str:
+    return f"Run {run_id} was started."
 
 
 def _unknown(workflow: str, idempotency_key: str | None) -> str:
@@ -220,7 +227,8 @@ def _await(
 
 def _print_result(result: RunResult, as_json: bool) -> None:
     if as_json:
-        print_json(vars(result))
+        with known_at_least(_started(result.run_id)):
+            print_json(vars(result))
         return
     for task, output in result.outputs.items():
         say(f"{task}: {json.dumps(output, ensure_ascii=False)}")
@@ -402,13 +410,8 @@ def retry(
     url = find_database(database_url).database_url
     with acting("flowforge_operator"), Client(url, call_timeout=ANSWER_LIMIT) as client:
         reset = client.retry(run_id, from_task=from_task, request_id=request_id)
-    if as_json:
-        print_json({"run_id": run_id, "reset": reset})
-    else:
-        click.echo(
-            f"Run {run_id}: {counted(reset, 'task run')} to run again."
-            if reset
-            else f"Run {run_id}: nothing to run again."
-        )
+    told = f"Run {run_id}: {counted(reset, 'task run') if reset else 'nothing'} to run again."
+    with known_at_least(told):
+        print_json({"run_id": run_id, "reset": reset}) if as_json else click.echo(told)
     if not reset:
         ctx.exit(EXIT_FAILED)

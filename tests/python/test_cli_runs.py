@@ -169,6 +169,38 @@ def test_a_run_is_named_whenever_the_command_is_interrupted(
     assert options != ["--wait", "--json"] or json.loads(result.stdout) == {"run_id": 1, "workflow": "orders"}
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("trigger orders", "Run 1 was started."),
+        ("trigger orders --json", "Run 1 was started."),
+        ("trigger orders --wait --json --timeout 0.1", "Run 1 was started."),
+        ("trigger orders --wait --json --idempotency-key ended", "Run 1 was started."),
+        ("retry 1", "Run 1: 3 task runs to run again."),
+        ("retry 1 --json", "Run 1: 3 task runs to run again."),
+    ],
+)
+def test_what_is_not_safe_to_repeat_is_told_when_the_output_cannot_be_written(
+    shell: Shell, db: Database, command: str, told: str
+) -> None:
+    if "retry" in command or "ended" in command:
+        shell("trigger", "orders", "--idempotency-key", "ended")
+        shell("cancel", 1)
+        with db.connect() as connection:
+            connection.execute("select flowforge.cancel_leftovers(100), flowforge.settle_finished()")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "flowforge", *command.split()],
+            env=os.environ | shell.environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == exits.EXIT_FAILED
+    assert done.stderr == f"{told}\nerror: cannot write to standard output: No space left on device\n"
+
+
 CONTROLLED = """
 import fcntl, termios
 from flowforge import cli
