@@ -351,6 +351,27 @@ def _take(name: str) -> None:
         _taken[name] = _Taken(stream, text)
 
 
+HANG_UP = 1.0
+"""Seconds that the SIGHUP of a terminal which has gone may take."""
+
+
+def sleep_while_read(seconds: float) -> None:
+    """Sleep. Raises OSError as a write would, once whoever read standard output has gone, though there is
+    nothing to tell."""
+    until = time.monotonic() + seconds
+    poll = select.poll()
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
+        poll.register(sys.stdout.fileno(), 0)
+    for fileno, event in poll.poll(seconds * 1000):
+        if event & (select.POLLERR | select.POLLHUP):
+            is_terminal = stat.S_ISCHR(os.fstat(fileno).st_mode)
+            if is_terminal:
+                time.sleep(HANG_UP)  # the signal says more
+            number = errno.EIO if is_terminal else errno.EPIPE
+            raise OSError(number, os.strerror(number))
+    time.sleep(max(0.0, until - time.monotonic()))
+
+
 def refused() -> str:
     """Why what a daemon printed last came to nothing; empty when it did not."""
     return _taken["stdout"].stream.refused if "stdout" in _taken else ""

@@ -130,11 +130,12 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Whether it arose where text is printed."""
+    """Whether it arose where text is printed, or it was found that nobody reads it."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))
     name = frame.f_code.co_name
-    return module.partition(".")[0] in ("click", "rich") or (module, name) == (streams.__name__, "write")
+    of_output = module == streams.__name__ and name in ("write", "sleep_while_read")
+    return of_output or module.partition(".")[0] in ("click", "rich")
 
 
 def _forget_output() -> None:

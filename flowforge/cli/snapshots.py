@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flowforge import streams
 from flowforge.cli.common import ANSWER_LIMIT, command, select
 from flowforge.errors import DatabaseUnavailable, FlowForgeError, NotFound, WaitTimeout
 
@@ -82,7 +83,8 @@ def snapshot(connection: db.Connection, run_id: int) -> Snapshot:
 
 
 def snapshots(connection: db.Connection, run_id: int, timeout: float | None = None) -> Iterator[Snapshot]:
-    """The run as it stands, again and again; the last one has ended. Raises NotFound, WaitTimeout."""
+    """The run as it stands, again and again; the last one has ended. Raises NotFound, WaitTimeout, and
+    OSError once nobody reads standard output any more."""
     from flowforge.cutoff import answered_within
 
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -104,7 +106,7 @@ def snapshots(connection: db.Connection, run_id: int, timeout: float | None = No
             return
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeout
-        time.sleep(_POLL)
+        streams.sleep_while_read(_POLL)
 
 
 def lasting_snapshots(
@@ -143,7 +145,7 @@ def lasting_snapshots(
                 away = True
                 tell(f"Waiting for the database to come back: {error}")
             pause = backoff.next()
-            time.sleep(pause if left is None else min(pause, left))
+            streams.sleep_while_read(pause if left is None else min(pause, left))
         except WaitTimeout:
             raise
         except FlowForgeError as error:

@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from click.testing import Result
@@ -17,7 +21,7 @@ from rich.console import Console
 from flowforge import Client, Workflow, exits
 from flowforge.cli.changes import Changes, change_line
 from flowforge.cli.common import acting, database, duration
-from flowforge.cli.snapshots import Snapshot, snapshot, snapshots
+from flowforge.cli.snapshots import Snapshot, lasting_snapshots, snapshot, snapshots
 from flowforge.cli.watch import picture
 from flowforge.config import Config
 from flowforge.db import Connection
@@ -280,6 +284,61 @@ def test_a_database_that_goes_away_is_waited_for(shell: Shell, db: Database) -> 
         result.stderr,
     ), result.stderr
     assert "is back" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["watch 1", "watch 1 --json", "trigger orders --wait"])
+def test_who_reads_no_more_ends_the_watching(shell: Shell, command: str) -> None:
+    """As `head` does, whatever there is to tell; also where the picture is on standard error."""
+    shell("trigger", "orders", "--delay", "1h")
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-m", "flowforge", *command.split()],
+        env=os.environ | shell.environment,
+        stdout=writer,
+        stderr=writer,
+    ) as process:
+        os.close(writer)
+        with open(reader) as told:  # noqa: PTH123 - a descriptor
+            for says in ("pending", "waits"):  # after which there is nothing more to tell
+                assert says in told.readline()
+        try:
+            assert process.wait(60) == exits.EXIT_PIPE
+        finally:
+            process.kill()
+
+
+def test_who_reads_no_more_ends_the_waiting_for_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: float | None) -> NoReturn:
+        raise DatabaseUnavailable("away")
+
+    told: list[str] = []
+    reader, writer = os.pipe()
+    with open(writer, "w") as output:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stdout", output)
+        os.close(reader)
+        with pytest.raises(BrokenPipeError):
+            list(lasting_snapshots(refuse, 1, 60, told.append, found=True))
+    assert told == ["Waiting for the database to come back: away"]
+
+
+def test_a_terminal_that_dies_without_a_signal_ends_the_watching(shell: Shell) -> None:
+    """As one does whose session another program leads."""
+    shell("trigger", "orders", "--delay", "1h")
+    leader, follower = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "flowforge", "watch", "1"],
+        env=os.environ | shell.environment | {"TERM": "xterm"},
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+    ) as process:
+        os.close(follower)
+        try:
+            assert os.read(leader, 1)
+            os.close(leader)
+            assert process.wait(60) == exits.EXIT_FAILED
+        finally:
+            process.kill()
 
 
 def test_a_server_that_stands_still_is_not_waited_for(
