@@ -1,8 +1,9 @@
 // A worker in Node: it takes messages where FLOWFORGE_AMQP_URL names a RabbitMQ, and else dispatches from PostgreSQL.
 // Handlers are functions (task, signal) by their names. With a login that is a member of flowforge_worker:
 //
-//     npm ci && PGHOST=… PGUSER=… PGDATABASE=… FLOWFORGE_QUEUES=default node worker.mjs ./handlers.mjs
+//     npm ci && PGHOST=… PGUSER=… PGDATABASE=… FLOWFORGE_QUEUES=node node worker.mjs ./handlers.mjs
 //
+// A queue that no other kind of worker serves: the tasks' "queue".
 // What any worker must do is in docs/worker-protocol.md. A busy one would keep its consumer while it has room, and LISTEN.
 import { randomUUID } from "node:crypto";
 import { once } from "node:events";

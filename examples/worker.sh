@@ -4,8 +4,9 @@
 # name: it reads {"input": …, "upstream": …, "item": …}, prints its output as JSON, and fails by its exit code, with what
 # it prints as an error. With a login that is a member of flowforge_worker:
 #
-#     PGHOST=… PGUSER=… PGDATABASE=… FLOWFORGE_QUEUES=default ./worker.sh HANDLERS
+#     PGHOST=… PGUSER=… PGDATABASE=… FLOWFORGE_QUEUES=shell ./worker.sh HANDLERS
 #
+# A queue that no other kind of worker serves: the tasks' "queue". What is given back for want of its handler may take minutes.
 # For the database of `flowforge up`, which prints that: PGHOST=…/run PGPASSFILE=…/pgpass PGUSER=flowforge PGDATABASE=flowforge
 #
 # What any worker has to do is in docs/worker-protocol.md. No password and no output stands in a program's arguments.
@@ -117,7 +118,7 @@ finish() { # outcome, output, error, which of them is in which file
 run() { # the task run $id under $token
     if [ -n "$ended" ]; then release unstarted; return; fi
     case $handler in */* | .*) false ;; *) [ -x "$handlers/$handler" ] ;; esac || {
-        echo "there is no handler $handler" >&2
+        echo "there is no handler $handler, for task run $id" >&2
         release unknown_handler
         return
     }

@@ -130,6 +130,19 @@ def test_what_is_no_text_is_reported(db: Database, start: Start) -> None:
     end(worker)
 
 
+def test_what_it_has_no_handler_for_is_named(db: Database, start: Start, tmp_path: Path) -> None:
+    """Whose it is, too: it is offered more than once."""
+    with connect(db.dsn, autocommit=True) as connection:
+        trigger(connection, "nowhere")
+        worker = start(db.create_login("flowforge_worker"))
+        given_back = "select from flowforge.unknown_handlers"
+        wait_until(lambda: connection.execute(given_back).rowcount == 1, "what nobody knows", 60)
+        row = connection.execute("select task_run_id from flowforge.task_run").fetchone()
+        assert row is not None
+    end(worker)
+    assert f"there is no handler nowhere, for task run {row[0]}\n" in (tmp_path / "log").read_text()
+
+
 def test_it_says_what_it_lacks(tmp_path: Path) -> None:
     def said(*arguments: object, amqp: str = "") -> str:
         given = {"PATH": str(tmp_path), "FLOWFORGE_AMQP_URL": amqp}
