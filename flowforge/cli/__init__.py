@@ -51,6 +51,7 @@ _COMMANDS = {
 }
 
 _UNTIL_STOPPED = {"up", "scheduler", "publisher", "worker", "web"}
+_WAITING = {"demo", "trigger", "watch", "conformance"}
 
 _EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXITS.items())
 
@@ -202,7 +203,8 @@ def main() -> None:
     # Text of the database in whatever encoding the terminal has: better a replacement than a traceback.
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
+    name = find_command(sys.argv[1:])
+    if name in _UNTIL_STOPPED:
         streams.serve()
         # Before anything that takes a while: what is asked to stop so early ends as it would later.
         stopping.remember()
@@ -211,9 +213,11 @@ def main() -> None:
         # Ctrl-C, also where a script started this in the background and so had SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        cli(prog_name="flowforge")
+        # What waits learns of it as of Ctrl-C, from here on: its imports take a while.
+        with stopping.interrupting() if name in _WAITING else contextlib.nullcontext():
+            cli(prog_name="flowforge")
     except SystemExit as end:
-        if find_command(sys.argv[1:]) in _UNTIL_STOPPED:
+        if name in _UNTIL_STOPPED:
             stopping.end_soon(end.code if isinstance(end.code, int) else 0)
         elif end.code == EXIT_INTERRUPTED:
             stopping.end_now(EXIT_INTERRUPTED)  # further signals would have an exit code of their own

@@ -69,7 +69,7 @@ def conformance(
       flowforge conformance --database-url service=scratch -- node worker.mjs ./handlers.mjs
       flowforge conformance --clause renews --clause lost -- ./worker.sh handlers
     """
-    from flowforge import log, stopping
+    from flowforge import log
     from flowforge.conformance import CLAUSES, examine
     from flowforge.conformance.target import in_use
 
@@ -91,7 +91,7 @@ def conformance(
         )
     violated = 0
     # The worker is ended, and its runs are cancelled, however this ends.
-    with stopping.interrupting(), _answering():
+    with _answering():
         for verdict in examine(config, worker_url, arguments, clauses, patience):
             violated += not verdict.holds
             if as_json:

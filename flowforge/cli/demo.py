@@ -48,7 +48,7 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
       flowforge demo
       flowforge demo --output /tmp --json
     """
-    from flowforge import log, stopping
+    from flowforge import log
     from flowforge.demo.run import run
 
     page = _writable(output)
@@ -69,9 +69,7 @@ def demo(ctx: click.Context, output: Path, source: Path | None, data_dir: Path |
 
     root = source or Path(sysconfig.get_path("stdlib"))
     title = str(source) if source else f"Python {platform.python_version()}: the standard library"
-    # However it ends, the server is stopped and its directory removed.
-    with stopping.interrupting():
-        outcome = run(root, title, data_dir, show)
+    outcome = run(root, title, data_dir, show)
     page.write_text(outcome.html, encoding="utf-8")
     if as_json:
         print_json(

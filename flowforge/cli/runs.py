@@ -6,13 +6,11 @@ import json
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowforge import stopping
 from flowforge.cli.common import (
     ANSWER_LIMIT,
     Integer,
@@ -132,9 +130,7 @@ def trigger(
     url = find_database(database_url).database_url  # which `up`, while it is away, does not tell
     deadline = None if timeout is None else time.monotonic() + timeout
     limit = ANSWER_LIMIT if timeout is None else min(ANSWER_LIMIT, timeout + _MOMENT)
-    # Its caller is to learn which run he no longer waits for.
-    waiting = stopping.interrupting() if wait else nullcontext()
-    with waiting, Client(url, call_timeout=limit) as client:
+    with Client(url, call_timeout=limit) as client:
         run_id = None
         try:
             run_id = _start(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flowforge import stopping
 from flowforge.cli.changes import Changes, change_line, fraction_of, shown_state, waits_of
 from flowforge.cli.common import (
     STATES,
@@ -200,7 +199,7 @@ def watch(
       flowforge watch 12 --json | jq 'select(.event == "run")'
     """
     out = console()
-    with stopping.interrupting(), telling_how_to_go_on(run_id, timeout):
+    with telling_how_to_go_on(run_id, timeout):
         last = follow(
             looks_at(run_id, database_url, timeout, out=out, as_json=as_json), out=out, as_json=as_json
         )

@@ -127,10 +127,11 @@ def test_ctrl_c_says_that_the_run_goes_on(
     [
         (signal.SIGINT, [], "flowforge runs --workflow orders. With --idempotency-key "),
         (signal.SIGINT, ["--idempotency-key", "k"], "the same command gives it, or starts it."),
+        (signal.SIGTERM, [], "flowforge runs --workflow orders. With --idempotency-key "),
         (signal.SIGTERM, ["--wait"], "flowforge runs --workflow orders. With --idempotency-key "),
         (signal.SIGTERM, ["--wait", "--json"], "flowforge runs --workflow orders. With --idempotency-key "),
     ],
-    ids=["without waiting", "with a key", "waiting", "json"],
+    ids=["ctrl-c", "with a key", "terminated", "waiting", "json"],
 )
 def test_a_request_for_a_run_that_is_interrupted_says_that_nobody_knows(
     shell: Shell, db: Database, number: int, options: list[str], advice: str
@@ -207,11 +208,30 @@ from flowforge import cli
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 cli.main()
 """
+EARLY = """
+import importlib, os, signal
+from flowforge import cli
+find = importlib.import_module
+def interrupted(name):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return find(name)
+importlib.import_module = interrupted
+cli.main()
+"""
 AT_ONCE = """
 from flowforge import cli, stopping
 stopping.AT_ONCE = 600.0
 cli.main()
 """
+
+
+@pytest.mark.parametrize("command", ["trigger orders", "watch 1", "demo", "conformance"])
+def test_what_waits_ends_as_by_ctrl_c_before_it_has_begun(command: str) -> None:
+    """Its imports take a while."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, *command.split()], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (exits.EXIT_INTERRUPTED, "\n")
 
 
 @pytest.mark.usefixtures("hears_hang_ups")
