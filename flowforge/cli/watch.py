@@ -131,7 +131,7 @@ def _bar(task: dict[str, Any]) -> Any:
     from rich.text import Text
 
     fraction = fraction_of(task)
-    if fraction is None:
+    if fraction is None or shown_state(task) == "pending":  # what it waits for needs the room
         return Text("")
     done = task["state"] in STATES and task["state"] not in ("pending", "ready", "running")
     style = "green" if task["state"] == "succeeded" else "red" if task["failed"] else "cyan"

@@ -134,12 +134,13 @@ def test_a_pipe_is_told_what_is_waited_for(shell: Shell, db: Database) -> None:
 
 
 def test_a_map_of_which_nothing_has_begun_says_what_it_waits_for(shell: Shell, db: Database) -> None:
-    """The same in the picture of `watch` as in `show`; then that it runs."""
+    """The same in the picture of `watch`, which has room for it on any terminal, as in `show`; then that it
+    runs."""
     shell("trigger", "orders")
     with db.connect() as connection:
 
         def shown() -> list[str]:
-            out = Console(width=200, record=True, file=io.StringIO())
+            out = Console(width=80, record=True, file=io.StringIO())
             out.print(picture(snapshot(connection, 1), 40))
             told = (out.export_text(), shell("show", 1).stdout)
             lines = [next(line for line in each.splitlines() if " price " in f" {line} ") for each in told]
