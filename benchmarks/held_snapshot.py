@@ -1,11 +1,12 @@
 """What the polls cost while somebody holds an old snapshot, so that vacuum removes nothing.
 
-    ./dev run python -m benchmarks.held_snapshot [--pg 18|15] [--rate N] [--minutes N] [--free] [--json]
+    ./dev run python -m benchmarks.held_snapshot [--pg 18|15] [--rate N] [--minutes N] [--hurry] [--free]
 
 Each second of load is so many runs of one task, from trigger to end, by the functions that the daemons call,
-in the batches that they use, on one connection; seconds follow one another as fast as they can be done. Told
-are milliseconds (median and 95th percentile) of one call, and the pages of the buffer cache that it touches
-when it finds nothing, in the first minute and in the last. `--free` holds no snapshot, for comparison.
+in the batches that they use, on one connection; with `--hurry` seconds follow one another as fast as they can
+be done. Told are milliseconds (median and 95th percentile) of one call, and the pages of the buffer cache
+that it touches when it finds nothing, in the first minute and in the last. `--free` holds no snapshot, for
+comparison; `--json` prints JSON.
 """
 
 from __future__ import annotations
@@ -36,14 +37,18 @@ POLLS = {
     "leftovers": "cancel_leftovers(100)",
     "sweep": "sweep_outbox(2000)",
 }
+ADVANCE = "advance_frontiers()"
+ADVANCE_EVERY = 5  # seconds, as the scheduler does
 
 
 class Load:
     """One second of load after the other, and what each call took."""
 
-    def __init__(self, dsn: str, rate: int) -> None:
+    def __init__(self, dsn: str, rate: int, *, hurry: bool) -> None:
         self.connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=0)
         self.rate = rate
+        self.hurry = hurry
+        self.seconds = 0
         self.milliseconds: dict[str, list[float]] = defaultdict(list)
         self.pages: dict[str, list[int]] = defaultdict(list)
         self.looking = False
@@ -83,13 +88,19 @@ class Load:
             self.call("finish", finish, held, tokens, *many)
         for what in ("settle", "reap", "redispatch", "undeliverable", "leftovers", "sweep"):
             self.call(what, POLLS[what])
+        if self.seconds % ADVANCE_EVERY == 0:
+            self.call("advance", ADVANCE)
+        self.seconds += 1
 
     def minute(self, seconds: int = 60) -> dict[str, dict[str, float]]:
         """So many seconds of load; what the calls took and touched."""
         self.milliseconds.clear()
         self.pages.clear()
         for _ in range(seconds):
+            started = time.monotonic()
             self.second()
+            if not self.hurry:
+                time.sleep(max(0.0, started + 1 - time.monotonic()))
         for what, call in (POLLS | {"fetch": "fetch_outbox(1000)"}).items():
             self.look(what, call)
         return {
@@ -120,11 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pg", default="18", help="18, 15 or a connection string (default: 18)")
     parser.add_argument("--rate", type=int, default=300, help="task runs of a second (default: 300)")
     parser.add_argument("--minutes", type=int, default=15, help="(default: 15)")
+    parser.add_argument("--hurry", action="store_true", help="do not wait for the clock")
     parser.add_argument("--free", action="store_true", help="hold no snapshot")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     with database(options.pg) as (_, dsn), psycopg.connect(dsn) as holder:
-        load = Load(dsn, options.rate)
+        load = Load(dsn, options.rate, hurry=options.hurry)
         if not options.free:
             holder.execute("set transaction isolation level repeatable read")
             holder.execute("select count(*) from flowforge.workflow")

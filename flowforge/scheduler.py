@@ -27,6 +27,8 @@ _MOMENT = 0.02
 # Ticks in a row with work after which finishes need not notify any more. A lone run goes from wake-up to
 # wake-up.
 _BUSY = 3
+# The function itself does nothing more often than each 4 s, for all schedulers.
+_FRONTIERS_INTERVAL = 5.0
 # A due task run that cannot be moved yet (its row is locked) must not turn waiting into spinning.
 _SHORTEST = 0.05
 
@@ -76,6 +78,7 @@ class Scheduler(Daemon):
         "fail_undeliverable",
         "cancel_leftovers",
         "sweep_outbox",
+        "advance_frontiers",
         "declare_scheduler",
         "next_due",
     )
@@ -95,6 +98,7 @@ class Scheduler(Daemon):
             _Duty("redispatch_lost", 500, config.recover_interval),
             _Duty("fail_undeliverable", 500, config.recover_interval),
             _Duty("sweep_outbox", 2000, config.sweep_interval),
+            _Duty("advance_frontiers", None, _FRONTIERS_INTERVAL),
         ]
 
     def trouble(self) -> str:
@@ -184,7 +188,7 @@ class Scheduler(Daemon):
         return moved
 
     def _call(self, conn: db.Connection, query: str) -> int:
-        return int(db.call(conn, query, lock_timeout=self._config.lock_timeout)[0][0])
+        return int(db.call(conn, query, lock_timeout=self._config.lock_timeout)[0][0] or 0)
 
     def _one_by_one(self, conn: db.Connection, duty: _Duty) -> int:
         """What a function failed for must not hold up the rest: the database warns of it and goes on."""

@@ -246,6 +246,7 @@ as $$
 #variable_conflict use_column
 declare
     v_lease interval := flowforge._check_lease(claim_next.lease);
+    v_since timestamptz := (flowforge._frontiers()).v_dispatched;
     v_queue_id bigint;
     v_chosen bigint[];
     v_dispatch_ids uuid[];
@@ -275,7 +276,7 @@ begin
             exit when cardinality(v_won) >= claim_next.max_rows;
             select coalesce(array_agg(c.task_run_id order by c.task_run_id), '{}') into v_chosen
             from (select tr.task_run_id from flowforge.task_run tr
-                  where tr.queue_id = v_queue_id and tr.stage = 'dispatched'
+                  where case when tr.stage = 'dispatched' then tr.queue_id end = v_queue_id and tr.redispatch_at >= v_since
                       -- One without a further token would fail every batch; fail_undeliverable takes it.
                       and tr.fencing_token < 9223372036854775807
                       and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null

@@ -24,16 +24,17 @@ language plpgsql volatile
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    v_since timestamptz := (flowforge._frontiers()).v_delayed;
     v_delayed bigint[];
     v_reoffered bigint[];
 begin
     v_delayed := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.stage = 'delayed' and tr.available_at <= p_now
+        where tr.stage = 'delayed' and tr.available_at <= p_now and tr.available_at >= v_since
         order by tr.available_at, tr.task_run_id limit p_max_rows for no key update skip locked);
-    update flowforge.task_run tr set stage = 'eligible'
+    update flowforge.task_run tr set stage = 'eligible', available_at = p_now
     where tr.task_run_id = any (v_delayed) and tr.state = 'pending' and tr.unmet = 0 and tr.available_at <= p_now;
     v_reoffered := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.stage = 'reoffered' and tr.available_at <= p_now
+        where tr.stage = 'reoffered' and tr.available_at <= p_now and tr.available_at >= v_since
         order by tr.available_at, tr.task_run_id limit p_max_rows for no key update skip locked);
     -- Only now may claim_next take it: what was reckoned from its due time, a time without a scheduler does not shorten.
     update flowforge.task_run tr
@@ -53,8 +54,11 @@ create or replace function flowforge._in_window(p_queue_id bigint) returns bigin
 language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+    v_since timestamptz := (flowforge._frontiers()).v_dispatched;
 begin
-    return (select count(*) from flowforge.task_run tr where tr.queue_id = p_queue_id and tr.stage = 'dispatched');
+    return (select count(*) from flowforge.task_run tr
+        where case when tr.stage = 'dispatched' then tr.queue_id end = p_queue_id and tr.redispatch_at >= v_since);
 end
 $$;
 comment on function flowforge._in_window(bigint) is
@@ -69,9 +73,10 @@ language plpgsql stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+    v_since timestamptz := (flowforge._frontiers()).v_leased;
     -- All leases are counted at once, for all queues: there may be hundreds of workers, and of queues.
     v_held jsonb := (select jsonb_object_agg(l.lease_owner, l.held) from (
-        select tr.lease_owner, count(*) as held from flowforge.task_run tr where tr.lease_expires_at is not null group by tr.lease_owner) l);
+        select tr.lease_owner, count(*) as held from flowforge.task_run tr where tr.lease_expires_at >= v_since group by tr.lease_owner) l);
 begin
     v_room := coalesce((
         select jsonb_object_agg(n.queue, n.has_room)
@@ -81,7 +86,7 @@ begin
             cross join lateral unnest(w.queues) u (queue)
             where w.seen_at > p_now - interval '2 minutes'
             group by u.queue) n), '{}');
-    v_running := array(select distinct tr.queue_id from flowforge.task_run tr where tr.lease_expires_at is not null);
+    v_running := array(select distinct tr.queue_id from flowforge.task_run tr where tr.lease_expires_at >= v_since);
 end
 $$;
 comment on function flowforge._known_workers(timestamptz) is
@@ -122,6 +127,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     v_now timestamptz;
+    v_since timestamptz := (flowforge._frontiers()).v_eligible;
     v_queue text;
     v_window bigint;
     v_in_window bigint;
@@ -145,7 +151,7 @@ begin
     from (select tr.unknown_handler_since from flowforge.task_run tr
           where case when tr.stage = 'reoffered' then tr.queue_id end = p_queue_id limit 4 * v_window) w;
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.queue_id = p_queue_id and tr.stage = 'eligible'
+        where tr.queue_id = p_queue_id and tr.stage = 'eligible' and tr.available_at >= v_since
             -- What a cancelled run has left takes nobody's place until it is cancelled.
             and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null
         order by tr.priority desc, tr.task_run_id
@@ -159,8 +165,10 @@ begin
     update flowforge.task_run tr
     set state = 'ready', stage = 'dispatched', dispatch_id = gen_random_uuid(), ready_at = v_now, redispatches = 0,
         redispatch_at = v_now + v_delay,
+        -- Later than now it was put in line by a clock that was ahead.
+        available_at = least(tr.available_at, v_now),
         start_deadline = v_now + (select t.start_within from flowforge.task t where t.task_id = tr.task_id)
-    where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0 and tr.available_at <= v_now
+    where tr.task_run_id = any (v_ids) and tr.state = 'pending' and tr.unmet = 0
         and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null;
     insert into flowforge.outbox (task_run_id, dispatch_id, attempt, queue, handler, traceparent, next_attempt_at, created_at)
     select tr.task_run_id, tr.dispatch_id, tr.attempt, v_queue,
@@ -184,6 +192,7 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
+    v_since timestamptz := (flowforge._frontiers()).v_eligible;
     v_queue_id bigint;
     v_promoted bigint;
     v_dispatched bigint := 0;
@@ -193,7 +202,7 @@ begin
     for v_queue_id in
         select q.queue_id from flowforge.queue q
         where q.paused_at is null
-            and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible' limit 1)
+            and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'eligible' and tr.available_at >= v_since limit 1)
         -- The one served longest ago first: no queue with a large backlog takes every turn.
         order by q.sampled_at nulls first, q.queue_id
     loop
@@ -216,10 +225,14 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set jit = off
 as $$
+declare
+    v_since timestamptz := (flowforge._frontiers()).v_delayed;
 begin
     return least(
-        (select tr.available_at from flowforge.task_run tr where tr.stage = 'delayed' order by tr.available_at limit 1),
-        (select tr.available_at from flowforge.task_run tr where tr.stage = 'reoffered' order by tr.available_at limit 1))
+        (select tr.available_at from flowforge.task_run tr
+            where tr.stage = 'delayed' and tr.available_at >= v_since order by tr.available_at limit 1),
+        (select tr.available_at from flowforge.task_run tr
+            where tr.stage = 'reoffered' and tr.available_at >= v_since order by tr.available_at limit 1))
         - flowforge._clock();
 end
 $$;

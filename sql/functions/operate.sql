@@ -80,7 +80,7 @@ begin
     v_now := flowforge._clock();
     -- What is dispatched already need not wait for longer either. What is locked is being claimed or moved.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.queue_id = v_queue_id and tr.stage = 'dispatched' and tr.redispatch_at > v_now + v_delay
+        where case when tr.stage = 'dispatched' then tr.queue_id end = v_queue_id and tr.redispatch_at > v_now + v_delay
         order by tr.task_run_id for no key update skip locked);
     update flowforge.task_run tr set redispatch_at = v_now + v_delay
     where tr.task_run_id = any (v_ids) and tr.state = 'ready';

@@ -15,12 +15,13 @@ as $$
 #variable_conflict use_column
 declare
     v_now timestamptz := flowforge._clock();
+    v_since timestamptz := (flowforge._frontiers()).v_unpublished;
 begin
     perform flowforge._check_count('max_rows', fetch_outbox.max_rows);
     return query
         select o.outbox_id, o.task_run_id, o.dispatch_id, o.queue, o.handler, o.attempt, o.traceparent, o.tries
         from flowforge.outbox o
-        where o.published_at is null and o.parked_at is null and o.next_attempt_at <= v_now
+        where o.published_at is null and o.parked_at is null and o.next_attempt_at <= v_now and o.next_attempt_at >= v_since
             and (select tr.state = 'ready' and tr.dispatch_id = o.dispatch_id and tr.available_at <= v_now
                      and (select r.cancel_requested_at from flowforge.run r where r.run_id = tr.run_id) is null
                  from flowforge.task_run tr where tr.task_run_id = o.task_run_id)

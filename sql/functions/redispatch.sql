@@ -23,6 +23,7 @@ set jit = off
 as $$
 declare
     v_now timestamptz := flowforge._clock();
+    v_since timestamptz := (flowforge._frontiers()).v_dispatched;
     v_ids bigint[];
     v_room jsonb;
     v_running bigint[];
@@ -35,9 +36,10 @@ begin
     perform flowforge._check_count('max_rows', redispatch_lost.max_rows);
     -- The pace of queues from which nothing is dispatched at present, so that a slow one is not taken for a lost one; those
     -- looked at longest ago first.
+    v_queue_ids := array(select distinct tr.queue_id from flowforge.task_run tr where tr.stage = 'dispatched' and tr.redispatch_at >= v_since);
     v_queue_ids := array(select q.queue_id from flowforge.queue q
         where ((q.sampled_at between v_now - interval '1 s' and v_now) is not true or q.stalled or q.drained_at <= v_now - q.redispatch_delay)
-            and (select true from flowforge.task_run tr where tr.queue_id = q.queue_id and tr.stage = 'dispatched' limit 1)
+            and q.queue_id = any (v_queue_ids)
         order by q.sampled_at nulls first, q.queue_id limit 200
         for no key update of q skip locked);
     foreach v_queue_id in array v_queue_ids loop
@@ -45,7 +47,7 @@ begin
     end loop;
     -- Walks the windows, which are bounded. What has been due longest first: no queue's large window hides another's.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.stage = 'dispatched' and tr.redispatch_at <= v_now
+        where tr.stage = 'dispatched' and tr.redispatch_at <= v_now and tr.redispatch_at >= v_since
         order by tr.redispatch_at limit redispatch_lost.max_rows for no key update skip locked);
     if v_queue_ids <> '{}' or v_ids <> '{}' then
         select w.v_room, w.v_running into v_room, v_running from flowforge._known_workers(v_now) w;
@@ -107,7 +109,7 @@ declare
     v_ids bigint[];
 begin
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.queue_id = v_queue_id and tr.stage = 'dispatched' order by tr.task_run_id for no key update skip locked);
+        where case when tr.stage = 'dispatched' then tr.queue_id end = v_queue_id order by tr.task_run_id for no key update skip locked);
     update flowforge.task_run tr
     set redispatch_at = v_now + (select q.redispatch_delay from flowforge.queue q where q.queue_id = v_queue_id)
     where tr.task_run_id = any (v_ids) and tr.state = 'ready';
@@ -128,6 +130,7 @@ set jit = off
 as $$
 declare
     v_now timestamptz := flowforge._clock();
+    v_since timestamptz := (flowforge._frontiers()).v_dispatched;
     v_ids bigint[];
     v_parked bigint[];
     v_failed bigint;
@@ -136,7 +139,8 @@ begin
     perform flowforge._check_count('max_rows', fail_undeliverable.max_rows);
     -- Not started in time, without a further token, or not to be published any more. The windows and the parked rows are few.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.stage = 'dispatched' and (tr.start_deadline <= v_now or tr.fencing_token = 9223372036854775807)
+        where tr.stage = 'dispatched' and tr.redispatch_at >= v_since
+            and (tr.start_deadline <= v_now or tr.fencing_token = 9223372036854775807)
         limit fail_undeliverable.max_rows for no key update skip locked);
     v_parked := array(
         select l.task_run_id
@@ -182,6 +186,7 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
+    v_since bigint := (flowforge._frontiers()).v_outbox;
     v_ids bigint[];
     v_swept bigint;
 begin
@@ -189,9 +194,10 @@ begin
     perform flowforge._check_count('max_rows', sweep_outbox.max_rows);
     v_ids := array(
         select o.outbox_id from flowforge.outbox o
-        where (select tr.state = 'ready' and tr.dispatch_id = o.dispatch_id
-               from flowforge.task_run tr where tr.task_run_id = o.task_run_id) is not true
-            or o.parked_at is not null
+        where o.outbox_id >= v_since
+            and ((select tr.state = 'ready' and tr.dispatch_id = o.dispatch_id
+                  from flowforge.task_run tr where tr.task_run_id = o.task_run_id) is not true
+                or o.parked_at is not null)
         order by o.outbox_id limit sweep_outbox.max_rows for update skip locked);
     -- Judged again now that the rows are locked: a task run given back meanwhile may have come to rely on its row. A parked
     -- one is replaced as fail_undeliverable judges: by an order that was written since.

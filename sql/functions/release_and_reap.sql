@@ -249,6 +249,7 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
+    v_since timestamptz := (flowforge._frontiers()).v_leased;
     v_spared record;
     v_now timestamptz;
     v_ids bigint[];
@@ -261,7 +262,7 @@ begin
     -- While nobody reaped, the database or the network may have been away, and workers could not renew: whoever held a
     -- lease has its own length anew, once, but not past its time limit.
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
-        where tr.lease_expires_at <= v_now
+        where tr.lease_expires_at <= v_now and tr.lease_expires_at >= v_since
             and ((tr.lease_length > v_spared.v_needs[least(cardinality(v_spared.v_ends),
                     width_bucket(tr.lease_expires_at - interval '1 microsecond', v_spared.v_ends) + 1)]) is not true
                 or tr.deadline <= v_now)

@@ -105,7 +105,7 @@ begin
                     format('the outputs of its upstreams are %s bytes together; at most %s are allowed (limit max_claim_bytes)', n.bytes, v_limit) end
             from (select v_runs_on[flowforge._position(v_ids, tr.task_run_id)] as runs_on,
                          v_bytes[flowforge._position(v_ids, tr.task_run_id)] as bytes) n),
-            unmet = 0
+            unmet = 0, available_at = greatest(tr.available_at, p_now)
         where tr.task_run_id = any (v_ids) and tr.state = 'pending'
         returning tr.task_run_id, tr.state
     )
@@ -226,6 +226,7 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
+    v_since timestamptz := (flowforge._frontiers()).v_unsettled;
     v_run_ids bigint[];
     v_run_id bigint;
     v_share bigint;
@@ -238,10 +239,11 @@ begin
     -- A loose scan of the unsettled index, run by run; a run that another session has locked is passed over before it
     -- counts against the limit.
     with recursive candidate as (
-        (select tr.run_id from flowforge.task_run tr where tr.stage = 'unsettled' order by tr.run_id limit 1)
+        (select tr.run_id from flowforge.task_run tr
+            where tr.stage = 'unsettled' and tr.finished_at >= v_since order by tr.run_id limit 1)
         union all
         select (select tr.run_id from flowforge.task_run tr
-                where tr.stage = 'unsettled' and tr.run_id > c.run_id order by tr.run_id limit 1)
+                where tr.stage = 'unsettled' and tr.finished_at >= v_since and tr.run_id > c.run_id order by tr.run_id limit 1)
         from candidate c where c.run_id is not null
     )
     select array_agg(l.run_id order by l.run_id) into v_run_ids

@@ -162,7 +162,7 @@ comment on column flowforge.task_run_status.reaps is 'Times it was taken back fr
 comment on column flowforge.task_run_status.max_reaps is 'How often that may happen before it fails for good.';
 comment on column flowforge.task_run_status.fencing_token is 'Number of claims so far; the current one holds.';
 comment on column flowforge.task_run_status.dispatch_id is 'Permission to execute this attempt; the AMQP message_id.';
-comment on column flowforge.task_run_status.available_at is 'Earliest time of dispatch or, for one offered again, of publishing.';
+comment on column flowforge.task_run_status.available_at is 'Earliest time of dispatch or, for one offered again, of publishing; of what is in line, when it came there.';
 comment on column flowforge.task_run_status.ready_at is 'When the attempt was first dispatched.';
 comment on column flowforge.task_run_status.started_at is 'When it was last claimed.';
 comment on column flowforge.task_run_status.finished_at is 'When it became terminal.';

@@ -31,7 +31,7 @@ to flowforge_client, flowforge_operator;
 grant execute on function
     flowforge.settle_finished(bigint, boolean), flowforge.expand_map(boolean), flowforge.dispatch_ready(bigint), flowforge.reap_expired_leases(bigint, boolean),
     flowforge.redispatch_lost(bigint), flowforge.fail_undeliverable(bigint), flowforge.cancel_leftovers(bigint, boolean),
-    flowforge.sweep_outbox(bigint), flowforge.declare_scheduler(boolean), flowforge.next_due()
+    flowforge.sweep_outbox(bigint), flowforge.advance_frontiers(), flowforge.declare_scheduler(boolean), flowforge.next_due()
 to flowforge_scheduler;
 
 grant execute on function

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any, Self
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 from flowforge.errors import MissingPrivilege
 from flowforge.exits import EXIT_SCHEMA
@@ -57,15 +59,16 @@ def total(ctx: Context) -> int:
     return sum(ctx.upstream["square"])
 """
 
-# Where a migrator is killed: before its so-manieth statement.
+# Where a migrator is killed: before its so-manieth statement, from the first one again for what is left when
+# some migrations have been applied.
 KILL_AND_MIGRATE = """
 import itertools, os, pathlib, signal, sys
 import psycopg
 from flowforge.migrate import migrate
 
-dsn, directory, first, step = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+dsn, directory, number = sys.argv[1], pathlib.Path(sys.argv[2]), 1
 execute = psycopg.Cursor.execute
-for number in itertools.count(first, step):
+while True:
     if not (child := os.fork()):
         left = itertools.count(number, -1)
         def counted(*arguments, **options):
@@ -79,7 +82,7 @@ for number in itertools.count(first, step):
     print(code, flush=True)
     if code != -signal.SIGKILL:
         break
-    sys.stdin.readline()
+    number = 1 if sys.stdin.readline() == "again\\n" else number + 4
 """
 
 
@@ -249,6 +252,61 @@ def test_hd_35_the_last_releases_daemons_go_on_through_an_upgrade(
         assert fleet.complaints() == []
         fleet.succeed(fleet.trigger(open_))
         assert fleet.rows("select * from flowforge.violations()") == []
+
+
+def test_hd_35_an_upgrade_gets_through_with_a_long_history_and_much_to_do(
+    old: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While indexes are built over all that is kept, workers wait to write, and hold on to the table: what
+    wants it for itself in the same transaction never gets it."""
+    with old.connect() as conn:
+        conn.execute(
+            "select flowforge.define_workflow(%s)", (Jsonb({"name": "w", "tasks": [{"name": "a"}]}),)
+        )
+        conn.execute("select flowforge.trigger('w')")
+        conn.execute(
+            """
+            insert into flowforge.task_run (run_id, task_id, queue_id, map_index, priority, unmet,
+                available_at, stage, state, finished_at)
+            select r.run_id, t.task_id, t.queue_id, n, 0, 0, now(), 'settled', 'succeeded', now()
+            from flowforge.run r join flowforge.task t using (workflow_version_id)
+            cross join generate_series(1, 200000) n
+            """
+        )
+    stop, done, failures = threading.Event(), [0] * 6, []
+
+    def repeat(number: int, *calls: str) -> None:
+        try:
+            with old.connect() as conn:
+                while not stop.wait(0.01):
+                    for call in calls:
+                        conn.execute(call.encode())
+                    done[number] += 1
+        except psycopg.Error as error:
+            failures.append(error)
+
+    work = """
+        select flowforge.finish_task_run(c.task_run_id, c.fencing_token, 'succeeded')
+        from flowforge.claim_next(array['default'], 'w', gen_random_uuid(), '30 s', 1) c
+    """
+    schedule = [
+        f"select flowforge.{each}()" for each in ("settle_finished", "dispatch_ready", "reap_expired_leases")
+    ]
+    loops = [("select flowforge.trigger('w')",), schedule, *[(work,)] * 4]
+    threads = [threading.Thread(target=repeat, args=(n, *calls)) for n, calls in enumerate(loops)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: min(done) > 5, "everybody at work")
+        monkeypatch.setattr("flowforge.migrate.LOCK_PATIENCE", 20)
+        migrate(old.dsn)
+        before = min(done)
+        wait_until(lambda: bool(failures) or min(done) > before + 5, "everybody at work again")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
 
 
 def packaged(folder: str = "migrations") -> dict[str, str]:
@@ -424,10 +482,11 @@ def test_a_migrator_killed_anywhere_leaves_a_whole_and_the_next_one_free(
         ).fetchone()
 
     seen, codes = [], []
+    applied: Any = None
     with old.connect() as conn:
         before = functions(conn)
         with subprocess.Popen(
-            [sys.executable, "-c", KILL_AND_MIGRATE, old.dsn, str(next_files), "1", "4"],
+            [sys.executable, "-c", KILL_AND_MIGRATE, old.dsn, str(next_files)],
             cwd=CHECKOUT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip
             assert process.stdin is not None
@@ -442,7 +501,9 @@ def test_a_migrator_killed_anywhere_leaves_a_whole_and_the_next_one_free(
                 assert made is not None
                 assert recorded == (*made, *made)
                 seen.append((made[0], functions(conn)))
-                process.stdin.write("on\n")
+                before_it = applied
+                applied = conn.execute("select count(*) from flowforge._yoyo_migration").fetchone()
+                process.stdin.write("on\n" if applied == before_it else "again\n")
                 process.stdin.flush()
         after = functions(conn)
     assert codes[-1] == 0

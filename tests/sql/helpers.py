@@ -16,7 +16,7 @@ Behaviour = Callable[[Claim], Any]
 
 TABLES = (
     *("workflow", "workflow_version", "task", "task_dependency", "queue", "run", "task_run", "attempt"),
-    *("outbox", "progress", "worker", "run_retry", "setting", "scheduler"),
+    *("outbox", "progress", "worker", "run_retry", "setting", "scheduler", "frontier"),
 )
 
 

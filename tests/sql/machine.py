@@ -37,6 +37,7 @@ CLEAN = """
     delete from flowforge.task; delete from flowforge.workflow_version; delete from flowforge.workflow;
     delete from flowforge.queue; update flowforge.scheduler set asleep = false, reaper_ticked_at = null,
         reaper_period = '0', gaps = '{}';
+    delete from flowforge.frontier; insert into flowforge.frontier default values;
     select setseed(0);
 """
 ROWS = """
@@ -56,6 +57,22 @@ ORDERS = """
         case when parked_at is not null then 'parked' when published_at is not null then 'published'
             else 'unpublished' end as state
     from flowforge.outbox order by outbox_id
+"""
+
+# What lies before its frontier, so that no look finds it.
+HIDDEN = """
+    select tr.task_run_id, tr.stage::text from flowforge.task_run tr, flowforge.frontier f
+    where case tr.stage
+        when 'eligible' then tr.available_at < f.eligible
+        when 'delayed' then tr.available_at < f.delayed
+        when 'reoffered' then tr.available_at < f.delayed
+        when 'dispatched' then tr.redispatch_at < f.dispatched
+        when 'leased' then tr.lease_expires_at < f.leased
+        when 'unsettled' then tr.finished_at < f.unsettled
+    end
+    union all select o.task_run_id, 'unpublished' from flowforge.outbox o, flowforge.frontier f
+    where o.outbox_id < f.outbox
+        or o.published_at is null and o.parked_at is null and o.next_attempt_at < f.unpublished
 """
 
 # Refused whatever the state.
@@ -182,8 +199,9 @@ class DatabaseMachine(RuleBasedStateMachine):
         """The database is what the model says, and healthy."""
         self.count["steps"] += 1
         model = self.model
-        violations, found_rows, runs, orders = self.look()
+        violations, hidden, found_rows, runs, orders = self.look()
         assert not violations
+        assert not hidden
         rows = {row.id: row for row in found_rows}
         assert rows.keys() == {row.id for _, row in model.rows()}
         for run, row in model.rows():
@@ -204,14 +222,16 @@ class DatabaseMachine(RuleBasedStateMachine):
         with self.connection.pipeline():
             cursors = [
                 self.connection.cursor(row_factory=namedtuple_row).execute(query)
-                for query in ("select * from flowforge.violations()", ROWS, RUNS, ORDERS)
+                for query in ("select * from flowforge.violations()", HIDDEN, ROWS, RUNS, ORDERS)
             ]
         return [cursor.fetchall() for cursor in cursors]
 
     def agrees_on(self, run: Run, row: TaskRun, found: Any) -> None:
         assert (row.task.name, row.index, row.generation) == (found.task, found.map_index, found.generation)
-        if row.state in ("pending", "ready"):
-            row.adopt(found.available_at)
+        if found.stage == "eligible":
+            row.line_up(found.available_at, self.model.now)
+        elif row.state in ("pending", "ready"):
+            row.adopt(found.available_at, self.model.now)
         stages = {
             "pending": {"expand"} if run.waits_for_expansion(row) else {"eligible", "delayed"},
             "ready": {"reoffered" if row.reoffered else "dispatched"},

@@ -204,6 +204,10 @@ class DaemonMachine(DatabaseMachine):
             del self.model.orders[i]
         assert self.call("sweep_outbox()") == len(swept)
 
+    @turn(3, lambda self: self.model.active())
+    def advance_frontiers(self) -> None:
+        self.call("advance_frontiers()")
+
     @turn(5, lambda self: self.model.active(), seconds=st.sampled_from([1, 3, 6, 9, 6, 9, 11, 40, 1000]))
     def advance(self, seconds: int) -> None:
         self.model.now += timedelta(seconds=seconds)

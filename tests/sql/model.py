@@ -100,6 +100,8 @@ class Model:
         assert self.is_eligible(run, row), f"{row} is not eligible"
         assert dispatch_id not in self.dispatch_ids, "the dispatch id is not new"
         self.dispatch_ids.add(dispatch_id)
+        if not row.in_line:
+            row.line_up(self.now, self.now)
         row.state, row.dispatch = "ready", dispatch_id
         row.offer(self.now)
         self.expected_orders.append(row.id)

@@ -86,6 +86,7 @@ class TaskRun:
     start_by: datetime | None = None
     start_by_claimed: datetime | None = None  # as it was when it was claimed
     unknown_since: datetime | None = None
+    in_line: bool = False  # eligible: waits since `available_at`
     reoffered: bool = False  # ready, but out of the window until it is due and has been moved into it
     output: Any = None
 
@@ -101,7 +102,7 @@ class TaskRun:
     def become(self, state: str) -> None:
         self.state = state
         self.start_by = None
-        self.reoffered = False
+        self.in_line = self.reoffered = False
         self.end_lease()
 
     def next_attempt(self) -> None:
@@ -116,12 +117,21 @@ class TaskRun:
         within = self.task.start_within
         self.start_by = when + timedelta(seconds=within) if within is not None else None
 
-    def adopt(self, available_at: datetime) -> None:
+    def adopt(self, available_at: datetime, now: datetime) -> None:
         """Take over a time that was chosen within its bounds."""
-        assert self.available_at <= available_at <= self.available_by, "delay out of its bounds"
+        # By now it may have been in line, and wait for an upstream again.
+        latest = now if self.state == "pending" else self.available_by
+        assert self.available_at <= available_at <= max(self.available_by, latest), "delay out of its bounds"
+        self.in_line = False
         if self.available_by > self.available_at and self.state == "ready" and self.unknown_since is None:
             self.offer(available_at)
         self.available_at = self.available_by = available_at
+
+    def line_up(self, available_at: datetime, now: datetime) -> None:
+        """Take over since when it is in line; a retry may have put it there anew."""
+        assert self.available_at <= available_at <= now
+        self.available_at = self.available_by = available_at
+        self.in_line = True
 
     def enter_window(self, now: datetime) -> None:
         assert self.reoffered

@@ -59,6 +59,14 @@ NEVER = [
         "a flag that decides only whether to wake somebody who looks by himself too",
     ),
     (
+        "advance_frontiers",
+        (
+            f"{_ENGINE} {_VERSIONS} advance_frontiers announce_worker declare_scheduler prune report_progress"
+            " set_limit trigger"
+        ),
+        "it locks its own row, which the others only read: a frontier that is behind hides nothing",
+    ),
+    (
         "report_progress",
         f"{_ENGINE} {_VERSIONS} trigger",
         "its row decides nothing, and its lock stops only who deletes the task run",
