@@ -51,8 +51,11 @@ answered() {
     if [ -n "$ended" ] && [ "${status:-129}" -gt 128 ]; then # not waited for, or not to its end
         while [ $((waited += 1)) -le 50 ] && kill -0 $asked 2>/dev/null; do sleep 0.1; done
         kill $asked 2>/dev/null
-        wait $asked
-        status=$?
+        # Not once more when a signal broke that off: bash may have lost its end, and would wait for the consumer's.
+        if [ -z "$status" ]; then
+            wait $asked
+            status=$?
+        fi
     fi
     return $status
 }

@@ -46,6 +46,15 @@ fi
 echo "$code" >>"$D/acknowledged"
 [ "$code" != 0 ] || rm "$D/body"
 """
+SIGNAL_AT_ITS_END = r"""
+call=$(cat)
+printf '%s\n' "$call" | PATH=${PATH#*:} psql "$@"
+case $call in *finish_task_run*)
+    mkdir "$D/signalled" || exit 0
+    worker=$(ps -o ppid= $PPID)
+    while read -r _ _ state _ </proc/$PPID/stat && [ "$state" != Z ]; do :; done 2>/dev/null && kill $worker &
+esac
+"""
 PUBLISH = """
 cat >>"$D/dead"
 if [ -e "$D/refuses" ]; then rm "$D/refuses"; exit 1; fi
@@ -186,6 +195,21 @@ def test_it_ends_though_its_message_is_never_acknowledged(db: Database, start: S
     worker.terminate()
     assert worker.wait(40) == 0
     assert (tools / "log").read_text() == ""
+
+
+@pytest.mark.parametrize("_", range(4))  # bash loses what it just learned in about half of them
+def test_it_ends_though_the_signal_comes_with_the_end_of_a_call(
+    db: Database, start: Start, tools: Path, _: int
+) -> None:
+    """As above, and told to end at the moment at which the call that finishes has ended, and nobody knows."""
+    write(tools / "path" / "amqp-consume", CONSUME + '[ -e "$D/body" ] || exec sleep 600')
+    write(tools / "path" / "psql", SIGNAL_AT_ITS_END)
+    with connect(db.dsn, autocommit=True) as connection:
+        offer(connection, tools)
+        worker = start(db.create_login("flowforge_worker"), "amqp://nowhere")
+        assert worker.wait(60) == 0
+        query = "select state from flowforge.task_run"
+        assert connection.execute(query).fetchall() == [("succeeded",)]
 
 
 @pytest.mark.parametrize("slowly", [False, True])
