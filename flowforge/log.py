@@ -135,6 +135,15 @@ def _handler(form: str, stream: TextIO | None) -> logging.Handler:
     return handler
 
 
+def stream() -> TextIO | None:
+    """What lines are written to; nothing before `configure`."""
+    for handler in logging.getLogger(_ROOT).handlers:
+        if isinstance(handler, logging.StreamHandler):
+            found: TextIO | None = handler.stream
+            return found
+    return None
+
+
 def find_stream() -> None:
     """Write to what is standard error now where the one so far was closed or detached."""
     for handler in logging.getLogger(_ROOT).handlers:

@@ -280,9 +280,9 @@ def read_or_stopped() -> Iterator[Readers]:
 
 
 def _is_behind_errors(taken: _Taken) -> bool:
-    """Whether what is standard error now may be written through it: not a file of a module's own."""
+    """Whether the log may be written through it, and not to a file that a module has put in its place."""
     try:
-        return sys.stderr.fileno() == taken.stream.fileno()
+        return (log.stream() or sys.stderr).fileno() == taken.stream.fileno()
     except Exception:  # noqa: BLE001 -- there is none, or a wrapper without a descriptor
         return True
 

@@ -84,6 +84,8 @@ class _Commands(click.Group):
             return super().make_context(info_name, args, parent, **extra)
         except OSError as error:  # of --help and --version
             sys.exit(_told_in_vain(error))
+        except KeyboardInterrupt:  # click would end with 1
+            sys.exit(EXIT_INTERRUPTED)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -216,6 +218,8 @@ def main() -> None:
         # What waits learns of it as of Ctrl-C, from here on: its imports take a while.
         with stopping.interrupting() if name in _WAITING else contextlib.nullcontext():
             cli(prog_name="flowforge")
+    except KeyboardInterrupt:  # before click, or after it
+        stopping.end_now(EXIT_INTERRUPTED)
     except SystemExit as end:
         if name in _UNTIL_STOPPED:
             stopping.end_soon(end.code if isinstance(end.code, int) else 0)

@@ -44,11 +44,12 @@ declare
     v_now timestamptz;
     v_snapshot pg_snapshot;
     v_all boolean;
+    v_is_noted boolean;
     v_outbox bigint;
     v_oldest record;
 begin
     perform flowforge._require_read_committed('advance_frontiers');
-    select f.advanced_at, f.looked_at_all, f.took, f.is_late into v_last
+    select f.advanced_at, f.looked_at_all, f.took, f.is_late, f.noted_at into v_last
     from flowforge.frontier f where f.one_row for no key update skip locked;
     if not found then
         return;
@@ -63,8 +64,8 @@ begin
     v_all := v_now < v_last.advanced_at or v_now >= v_last.looked_at_all + case when v_last.is_late
         then least(50 * v_last.took, interval '1 minute') else least(500 * v_last.took, interval '10 minutes') end;
     v_from := flowforge._frontiers(v_all);
-    -- Before it looks: who ends while it does has written what it does not see, and an order that is written meanwhile has a
-    -- greater number.
+    v_is_noted := v_now between v_last.noted_at and v_last.noted_at + interval '30 s';
+    -- Before it looks: who ends while it does has written what it does not see.
     v_snapshot := pg_current_snapshot();
     v_outbox := coalesce(pg_sequence_last_value('flowforge.outbox_outbox_id_seq'), 0);
     select (select min(tr.available_at) from flowforge.task_run tr
@@ -85,20 +86,22 @@ begin
         (select o.outbox_id from flowforge.outbox o where o.outbox_id >= v_from.v_outbox order by o.outbox_id limit 1) as outbox
     into v_oldest;
     -- What enters a stage has a key that is no earlier than the time at which it entered. Open transactions may have written
-    -- such as are not seen yet: for a minute they are waited for. Where one has been writing since before the last note of which
-    -- id comes next, of half a minute ago or less, it may be too late by its end.
+    -- such as are not seen yet: for a minute they are waited for, and orders, which go by their number, until the next note. Where
+    -- one has been writing since before the last note of which id comes next, it may be too late by its end; and nobody knows
+    -- where there was none for so long.
     update flowforge.frontier f
     set advanced_at = v_now,
         looked_at_all = case when v_all then v_now else f.looked_at_all end,
         took = case when v_all then greatest(flowforge._clock() - v_now, '0') else f.took end,
-        is_late = not v_all and f.is_late or pg_snapshot_xmin(v_snapshot) < f.next_xid,
-        next_xid = case when v_now between f.noted_at and f.noted_at + interval '30 s' then f.next_xid
-            else pg_snapshot_xmax(v_snapshot) end,
-        noted_at = case when v_now between f.noted_at and f.noted_at + interval '30 s' then f.noted_at else v_now end,
+        is_late = not v_all and f.is_late or pg_snapshot_xmin(v_snapshot) < f.next_xid
+            or v_now not between f.noted_at and f.noted_at + interval '1 minute',
+        noted_at = case when v_is_noted then f.noted_at else v_now end,
+        next_xid = case when v_is_noted then f.next_xid else pg_snapshot_xmax(v_snapshot) end,
+        last_outbox_id = case when v_is_noted then f.last_outbox_id else v_outbox end,
         eligible = least(v_oldest.eligible, v_now - interval '1 minute'), delayed = least(v_oldest.delayed, v_now - interval '1 minute'),
         dispatched = least(v_oldest.dispatched, v_now - interval '1 minute'), leased = least(v_oldest.leased, v_now - interval '1 minute'),
         unsettled = least(v_oldest.unsettled, v_now - interval '1 minute'), unpublished = least(v_oldest.unpublished, v_now - interval '1 minute'),
-        outbox = coalesce(v_oldest.outbox, v_outbox)
+        outbox = least(v_oldest.outbox, f.last_outbox_id)
     where f.one_row;
 end
 $$;

@@ -12,6 +12,7 @@ create table if not exists flowforge.frontier (
     is_late boolean not null default true,
     noted_at timestamptz not null default '-infinity',
     next_xid xid8 not null default '0',
+    last_outbox_id bigint not null default 0,
     eligible timestamptz not null default '-infinity',
     delayed timestamptz not null default '-infinity',
     dispatched timestamptz not null default '-infinity',
@@ -27,8 +28,9 @@ comment on column flowforge.frontier.advanced_at is 'When they were last moved.'
 comment on column flowforge.frontier.looked_at_all is 'When it was last looked at everything, not only from the frontiers on.';
 comment on column flowforge.frontier.took is 'How long that took.';
 comment on column flowforge.frontier.is_late is 'Whether a transaction was open since then that had been writing for so long that what it commits may lie before a frontier.';
-comment on column flowforge.frontier.noted_at is 'When next_xid was noted: every 30 s.';
+comment on column flowforge.frontier.noted_at is 'When the next two were noted: every 30 s.';
 comment on column flowforge.frontier.next_xid is 'Which transaction id came next then: what writes under a lesser one is older.';
+comment on column flowforge.frontier.last_outbox_id is 'Which number the last order had then.';
 comment on column flowforge.frontier.eligible is 'Of available_at, among what is eligible.';
 comment on column flowforge.frontier.delayed is 'Of available_at, among what is delayed or offered again.';
 comment on column flowforge.frontier.dispatched is 'Of redispatch_at, among what is dispatched.';

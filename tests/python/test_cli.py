@@ -152,6 +152,22 @@ def test_a_broken_pipe_that_is_not_the_outputs_is_told(monkeypatch: pytest.Monke
     assert "of a broker" in Shell("")("config", code=exits.EXIT_FAILED).stderr
 
 
+@pytest.mark.parametrize("where", ["parse_args", "main"])
+def test_an_interruption_while_the_command_line_is_read_has_its_exit_code(where: str) -> None:
+    """Also before click has anything in hand, or when it has nothing more."""
+    code = f"""
+import click, sys
+from flowforge.cli import main
+def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
+click.Group.{where} = interrupted
+sys.argv = ["flowforge", "watch", "1"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (exits.EXIT_INTERRUPTED, b"", b"")
+
+
 def test_text_that_is_not_utf_8_is_told(db: Database) -> None:
     strange = b"\xff\xfe".decode(errors="surrogateescape")
     shell = Shell(db.dsn)

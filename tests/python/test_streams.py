@@ -381,16 +381,20 @@ sys.exit(readers.exit_code(0))
     program(code, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def test_a_module_s_own_file_for_errors_is_left_to_it(tmp_path: Path) -> None:
-    """Nobody is told to stop when the reader of what it left goes."""
+@pytest.mark.parametrize("log_is_there", [True, False])
+def test_a_module_s_own_file_for_errors_is_left_to_it(tmp_path: Path, log_is_there: bool) -> None:
+    """Who is told to stop when the reader of what it left goes is whose log that was, and nobody else."""
     code = f"""
 stopping.remember()
+if {log_is_there}:
+    log.configure()
 sys.stderr = new = open({str(tmp_path / "own")!r}, "w")
+log.configure() if not {log_is_there} else None
 with streams.read_or_stopped() as readers:
     print("x", file=sys.stderr)
     logging.StreamHandler(streams._taken["stderr"].text).handle(logging.makeLogRecord({{"msg": "y"}}))
 assert sys.stderr is new
-sys.exit(readers.exit_code(0))
+sys.exit(readers.exit_code(0) != (141 if {log_is_there} else 0))
 """
     reader, writer = os.pipe()
     os.close(reader)
