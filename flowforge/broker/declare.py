@@ -43,11 +43,14 @@ class Declaring(Client):
         self._next_look: object = None
 
     def undeclared(self, queues: Iterable[str]) -> set[str]:
-        """Those of `queues` that `ensure` has to be called for before publishing to them."""
+        """Those of `queues` that `ensure` has to be called for, and `gone` dealt with, before publishing to
+        them: what is sent before its queue's loss is dealt with is sent twice."""
         return {
             queue
             for queue in queues
-            if queue not in self._declared and queue not in self.wrong and unusable(queue) is None
+            if (queue not in self._declared or queue in self.gone)
+            and queue not in self.wrong
+            and unusable(queue) is None
         }
 
     def ensure(self, queues: Iterable[str], timeout: float = 10.0) -> None:
@@ -144,13 +147,13 @@ class Declaring(Client):
         self.wrong[queue] = error
 
     def _is_right(self, queue: str) -> None:
-        self._declared.add(queue)
-        self._upsetting.discard(queue)
-        error = self.wrong.pop(queue, None)
-        # Arguments never change: with other ones it was another queue.
-        if isinstance(error, BrokerMismatch) or queue in self._missing:
+        # Arguments never change: with other ones it was another queue. Noted before it can be published to.
+        if isinstance(self.wrong.get(queue), BrokerMismatch) or queue in self._missing:
             self._missing.discard(queue)
             self.gone.add(queue)
+        self._declared.add(queue)
+        self._upsetting.discard(queue)
+        self.wrong.pop(queue, None)
 
     def _look_later(self) -> None:
         """Look at everything again after a while. A queue that is deleted or changed while nothing is

@@ -190,6 +190,9 @@ def test_a_queue_that_cannot_be_used_is_refused_alone_and_comes_back_by_itself(
             rabbit.declare(name, arguments=arguments)
     wait_until(lambda: not channel.wrong, "the queue to be right")
     assert channel.gone == {"evil"}  # what was in the other one is lost
+    assert channel.undeclared({"evil", "q"}) == {"evil"}  # nothing is sent before that is dealt with
+    channel.gone.clear()
+    assert not channel.undeclared({"evil", "q"})
     assert kinds(channel, message("evil"), message("q")) == ["confirmed", "confirmed"]
 
 

@@ -87,7 +87,13 @@ def test_a_refused_repeat_gives_no_claim_up(
     revoked = "flowforge.claim_next, flowforge.claim_task_runs"
     with bench.worker(witness.workflow, database_url=login, lock_timeout=0.2):
         wait_until(
-            lambda: bench.one("select count(*) from pg_stat_activity where wait_event = 'PgSleep'") == 1,
+            lambda: (
+                bench.one(
+                    "select count(*) from pg_stat_activity"
+                    " where wait_event = 'PgSleep' and datname = current_database()"
+                )
+                == 1
+            ),
             "the claim to be under way",
         )
         if sqlstate == "42501":

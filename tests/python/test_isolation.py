@@ -76,7 +76,7 @@ def test_a_time_limit_cuts_the_transaction(scene: Scene) -> None:
         wait_until(
             lambda: scene.bench.one(
                 "select count(*) from pg_stat_activity "
-                "where application_name = 'flowforge worker transaction'"
+                "where application_name = 'flowforge worker transaction' and datname = current_database()"
             ) == 0,
             "the end of its connection",
         )  # fmt: skip

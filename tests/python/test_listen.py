@@ -137,7 +137,10 @@ def woken() -> threading.Semaphore:
 
 def backend(db: Database, name: str) -> int | None:
     with db.connect() as conn:
-        row = conn.execute("select pid from pg_stat_activity where application_name = %s", [name]).fetchone()
+        query = (
+            "select pid from pg_stat_activity where application_name = %s and datname = current_database()"
+        )
+        row = conn.execute(query, [name]).fetchone()
     return None if row is None else int(row[0])
 
 
@@ -153,7 +156,8 @@ def test_a_listener_wakes_after_listening_and_for_each_notification(
                 conn.execute("select pg_notify(%s, '')", [channel])
                 assert woken.acquire(timeout=TIMEOUT)
             # In autocommit, never inside a transaction: else the server's queue of notifications fills up.
-            query = "select state from pg_stat_activity where application_name = 'flowforge test listen'"
+            query = """select state from pg_stat_activity
+                where application_name = 'flowforge test listen' and datname = current_database()"""
             assert conn.execute(query).fetchall() == [("idle",)]
     finally:
         listener.close()

@@ -80,7 +80,7 @@ def test_hd_22_daemons_go_on_while_the_queue_is_full(cluster: Cluster) -> None:
         begun.update(
             cluster.rows(
                 "select application_name, state like 'idle in transaction%%' or backend_xid is not null"
-                " from pg_stat_activity where application_name in"
+                " from pg_stat_activity where datname = current_database() and application_name in"
                 " ('flowforge scheduler listen', 'flowforge worker claim') and state <> 'active'"
             )
         )

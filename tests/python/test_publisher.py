@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -78,7 +79,7 @@ class Outbox(Flow):
     def listening(self) -> bool:
         query = """
             select query ilike 'listen%' from pg_stat_activity
-            where application_name = 'flowforge publisher listen'
+            where application_name = 'flowforge publisher listen' and datname = current_database()
         """
         return bool(self.value(query))
 
@@ -86,6 +87,7 @@ class Outbox(Flow):
         query = """
             select count(*) from pg_stat_activity
             where application_name = 'flowforge publisher' and state like 'idle in transaction%'
+                and datname = current_database()
         """
         return int(self.value(query))
 
@@ -325,6 +327,41 @@ def test_queues_that_all_have_other_arguments_are_waited_for_from_the_start(
     assert running.code == exits.EXIT_OK
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_no_order_is_sent_between_the_return_of_its_queue_and_the_note_of_its_loss(
+    config: Config, db: Database, rabbit: Broker, outbox: Callable[..., Outbox], when: str
+) -> None:
+    """It would be sent a second time for the loss. The pauses are in the connection's thread, around what it
+    notes; the order is due throughout."""
+
+    class Noting(set[str]):
+        def add(self, queue: str) -> None:
+            if when == "before":
+                due_for_a_while()
+            super().add(queue)
+            if when == "after":
+                due_for_a_while()
+
+    def due_for_a_while() -> None:
+        for _ in range(50):
+            with db.connect() as conn:
+                conn.execute("update flowforge.outbox set next_attempt_at = '-infinity'")
+            time.sleep(0.01)
+
+    box = outbox()
+    rabbit.declare(box.name_of("default"), arguments={"x-queue-type": "quorum", "x-max-length": 5})
+    box.dispatch()
+    publisher = Publisher(config.replace(poll_interval=0.01))
+    publisher._channel.gone = Noting()
+    with Running(publisher, config) as running:
+        running.until("error")
+        rabbit.delete_queue(box.name_of("default"))
+        running.until("ok")
+        wait_until(lambda: box.unpublished() == 0 and not publisher._channel.gone, "the mark")
+        wait_until(lambda: box.waiting() >= 1, "the message")
+    assert box.waiting() == 1
+
+
 def test_a_queue_with_other_arguments_among_others_is_refused_alone(
     config: Config, rabbit: Broker, outbox: Callable[..., Outbox], tmp_path: Any
 ) -> None:
@@ -495,6 +532,7 @@ def test_a_connection_lost_between_confirm_and_mark_means_published_again(
             stranger.execute("lock table flowforge.outbox in share mode")
             daemons.enter_context(Running(Publisher(patient), patient))
             waits = "application_name = 'flowforge publisher' and wait_event_type = 'Lock'"
+            waits += " and datname = current_database()"
             count = f"select count(*) from pg_stat_activity where {waits}"
             wait_until(lambda: bool(box.value(count) == 1), "the mark to wait")
             assert box.waiting() == 3

@@ -84,7 +84,8 @@ def written() -> Iterator[Callable[[], list[dict[str, object]]]]:
 
 def listening(config: Config) -> bool:
     with psycopg.connect(config.database_url) as conn:
-        query = "select query from pg_stat_activity where application_name = 'flowforge probe listen'"
+        query = """select query from pg_stat_activity
+            where application_name = 'flowforge probe listen' and datname = current_database()"""
         return any(row[0].lower().startswith("listen") for row in conn.execute(query))
 
 
@@ -95,7 +96,9 @@ def notify(config: Config) -> None:
 
 def terminate(config: Config, application: str) -> None:
     with psycopg.connect(config.database_url, autocommit=True) as conn:
-        query = "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s"
+        # Of this database: that of a test before may still be on its way out.
+        query = """select pg_terminate_backend(pid) from pg_stat_activity
+            where application_name = %s and datname = current_database()"""
         assert conn.execute(query, [application]).fetchall() == [(True,)]
 
 
