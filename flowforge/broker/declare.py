@@ -127,8 +127,9 @@ class Declaring(Client):
         except pika.exceptions.ChannelClosedByBroker as exc:
             if exc.reply_code != 404:
                 raise
-            # Noted at once, so that the evidence outlasts whatever fails afterwards.
+            # Noted at once, so that the evidence outlasts what fails afterwards; nothing is sent meanwhile.
             self._missing.add(queue)
+            self._declared.discard(queue)
             channel = yield from self._channel()
         else:
             if queue in self._declared:

@@ -1,5 +1,6 @@
 """What the broker refuses, a message, a queue, a user, or everything: whose fault it is, and who waits."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -194,6 +195,32 @@ def test_a_queue_that_cannot_be_used_is_refused_alone_and_comes_back_by_itself(
     channel.gone.clear()
     assert not channel.undeclared({"evil", "q"})
     assert kinds(channel, message("evil"), message("q")) == ["confirmed", "confirmed"]
+
+
+@pytest.mark.usefixtures("often")
+def test_nothing_is_sent_to_a_queue_whose_loss_is_not_told_of_yet(
+    config: Config, rabbit: Broker, opened: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there again before, and what is sent then is sent once more for the loss."""
+    channel = publisher(config, opened, "q")
+    is_right, anew, told = channel._is_right, threading.Event(), threading.Event()
+
+    def hesitate(queue: str) -> None:
+        if queue in channel._missing:
+            anew.set()
+            told.wait(TIMEOUT)
+        is_right(queue)
+
+    monkeypatch.setattr(channel, "_is_right", hesitate)
+    assert not channel.undeclared({"q"})
+    rabbit.delete_queue(f"{config.namespace}.flowforge.q")
+    assert anew.wait(TIMEOUT)
+    assert channel.undeclared({"q"}) == {"q"}
+    told.set()
+    wait_until(lambda: channel.gone == {"q"}, "the note")
+    assert channel.undeclared({"q"}) == {"q"}
+    channel.gone.clear()
+    wait_until(lambda: not channel.undeclared({"q"}), "the queue to be right")
 
 
 def test_a_queue_over_which_the_connection_is_closed_is_left_out(
