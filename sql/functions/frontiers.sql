@@ -65,9 +65,10 @@ begin
         then least(50 * v_last.took, interval '1 minute') else least(500 * v_last.took, interval '10 minutes') end;
     v_from := flowforge._frontiers(v_all);
     v_is_noted := v_now between v_last.noted_at and v_last.noted_at + interval '30 s';
-    -- Before it looks: who ends while it does has written what it does not see.
-    v_snapshot := pg_current_snapshot();
+    -- Before it looks: who ends while it does has written what it does not see. The number comes first: who has an id that is
+    -- not of the snapshot has a later one.
     v_outbox := coalesce(pg_sequence_last_value('flowforge.outbox_outbox_id_seq'), 0);
+    v_snapshot := pg_current_snapshot();
     select (select min(tr.available_at) from flowforge.task_run tr
             where tr.stage = 'eligible' and tr.available_at >= v_from.v_eligible) as eligible,
         least((select tr.available_at from flowforge.task_run tr

@@ -14,7 +14,7 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
-    v_now timestamptz := flowforge._clock();
+    v_now timestamptz;
     v_count integer := cardinality(p_inputs);
     v_delay interval;
     v_workflow_id bigint;
@@ -70,6 +70,7 @@ begin
     end if;
 
     v_run_ids := array(select nextval('flowforge.run_run_id_seq') from generate_series(1, v_count));
+    v_now := flowforge._clock();
     with inserted as (
         insert into flowforge.run (run_id, workflow_id, workflow_version_id, priority, unsettled, created_at, idempotency_key, labels, input)
         overriding system value
@@ -82,6 +83,8 @@ begin
     )
     select coalesce(array_agg(i.run_id order by i.run_id), '{}') into v_created from inserted i;
 
+    -- Another call with one of the keys may have been waited for: what comes in line is no earlier than when it came.
+    v_now := flowforge._clock();
     insert into flowforge.task_run (run_id, task_id, queue_id, priority, unmet, available_at, stage)
     select r.run_id, t.task_id, t.queue_id, t.priority + p_priority, t.upstream_count, v_now + v_delay,
         case when t.upstream_count > 0 then 'blocked' when v_delay > '0' then 'delayed' else 'eligible' end::flowforge.task_run_stage

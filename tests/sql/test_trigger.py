@@ -7,7 +7,7 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tests.services.database import Database
+from tests.services.database import Clock, Database
 from tests.services.process import wait_until
 from tests.sql.helpers import Engine, task
 
@@ -232,6 +232,24 @@ def test_keys_in_crossing_order_do_not_deadlock(db: Database) -> None:
             thread.join()
         assert not failures
         assert looker.execute("select count(*) from flowforge.run").fetchone() == (3,)
+
+
+def test_what_has_waited_for_its_key_comes_in_line_when_it_comes(
+    db: Database, clock: Clock, committing: Engine
+) -> None:
+    """Not before: looks for work begin a minute ago."""
+    committing.define(task("a"))
+    with db.connect(autocommit=False) as holder, db.connect(application_name="second") as second:
+        holder.execute(TRIGGER, (Jsonb({}), "k"))
+        thread = threading.Thread(target=second.execute, args=(TRIGGER, (Jsonb({}), "k")))
+        thread.start()
+        waiting = """select count(*) from pg_stat_activity
+            where application_name = 'second' and wait_event_type = 'Lock' and datname = current_database()"""
+        wait_until(lambda: committing.value(waiting) == 1, "the second call to wait")
+        clock.advance("1 hour")
+        holder.rollback()
+        thread.join()
+    assert committing.value("select available_at = flowforge._clock() from flowforge.task_run")
 
 
 # What is refused.
