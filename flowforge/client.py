@@ -265,6 +265,10 @@ class Client:
 
         Raises WaitTimeout when the run goes on after `timeout`, as far as the database could be asked.
         """
+        return self._wait(run_id, timeout, time.sleep)
+
+    def _wait(self, run_id: int, timeout: Duration | None, sleep: Callable[[float], object]) -> RunResult:
+        """As `wait`, which may sleep in another way."""
         limit = None if timeout is None else arguments.seconds(timeout, "timeout")
         deadline = float("inf") if limit is None else time.monotonic() + limit
         pause, backoff = _FIRST_POLL, db.Backoff(cap=_LONGEST_PAUSE)
@@ -287,7 +291,7 @@ class Client:
             if left <= 0:
                 unknown = "" if away is None else f", as far as is known: {away}"
                 raise WaitTimeout(f"run {run_id}{workflow} has not ended after {limit} s{unknown}") from away
-            time.sleep(min(pause, left))
+            sleep(min(pause, left))
 
     @overload
     def result(self, run_id: int) -> RunResult: ...

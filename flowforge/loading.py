@@ -31,8 +31,10 @@ def load_workflows(places: Iterable[str]) -> list[Workflow]:
     found: dict[str, Workflow] = {}
     for place in places:
         module_name, colon, attribute = place.partition(":")
-        module = _import(module_name)
-        streams.mend()
+        try:
+            module = _import(module_name)
+        finally:
+            streams.mend()
         if colon:
             named = getattr(module, attribute, None)
             if not isinstance(named, Workflow):

@@ -147,13 +147,16 @@ def stream() -> TextIO | None:
 def find_stream() -> None:
     """Write to what is standard error now where the one so far was closed or detached."""
     for handler in logging.getLogger(_ROOT).handlers:
-        if isinstance(handler, logging.StreamHandler):
-            try:
-                lost = getattr(handler.stream, "closed", False)
-            except ValueError:  # detached
-                lost = True
-            if lost:
-                handler.stream = getattr(sys, "stderr", None)
+        if isinstance(handler, logging.StreamHandler) and is_lost(handler.stream):
+            handler.stream = getattr(sys, "stderr", None)
+
+
+def is_lost(stream: TextIO | None) -> bool:
+    """Whether it was closed or detached."""
+    try:
+        return bool(getattr(stream, "closed", False))
+    except ValueError:  # detached
+        return True
 
 
 def reset() -> None:

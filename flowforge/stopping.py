@@ -149,12 +149,16 @@ def signals(stop: Stop) -> Iterator[Stop]:
 AT_ONCE = 1.0
 """Seconds after which a further Ctrl-C is pressed by somebody whom the cleaning up takes too long."""
 
+AT_LAST = 10.0
+"""Seconds after which any signal counts again: the first may have been lost, such as in a finalizer."""
+
 
 @contextlib.contextmanager
 def interrupting() -> Iterator[None]:
     """Within the block SIGTERM, and SIGHUP unless it is ignored, interrupt as Ctrl-C does, so that what is
-    under way is cleaned up. Further ones do not, also after the block, which is to be the program's end; but
-    for Ctrl-C after a while. Outside of the main thread, which alone they interrupt, it does nothing."""
+    under way is cleaned up. Further ones do not for a while, which is short for Ctrl-C, also after the block,
+    which is to be the program's end. Outside of the main thread, which alone they interrupt, it does
+    nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -162,7 +166,8 @@ def interrupting() -> Iterator[None]:
     first: list[float] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
-        if not first or (number == signal.SIGINT and time.monotonic() - first[0] > AT_ONCE):
+        pause = AT_ONCE if number == signal.SIGINT else AT_LAST
+        if not first or time.monotonic() - first[0] > pause:
             # Not before: another one that struck in between would keep this from raising.
             first.append(time.monotonic())
             raise KeyboardInterrupt

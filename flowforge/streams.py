@@ -289,13 +289,19 @@ def _is_behind_errors(taken: _Taken) -> bool:
 
 def mend() -> None:
     """What modules of handlers have closed at their import: the next connection would be standard output, and
-    handlers print into it."""
+    handlers print into it. A stream that is gone above its descriptor, which is not, is made anew."""
     for fileno in range(3):
         try:
             os.fstat(fileno)
         except OSError:
             # The lowest number that is free, which this is.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for fileno, name in ((1, "stdout"), (2, "stderr")):
+        if not hasattr(sys, name) or log.is_lost(getattr(sys, name)):
+            anew = open(fileno, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 -- for good
+            setattr(sys, name, anew)
+            if name in _taken:
+                _take(name)
     log.find_stream()
 
 

@@ -45,6 +45,7 @@ from flowforge.errors import (
     first_line,
 )
 from flowforge.exits import EXIT_FAILED
+from flowforge.streams import sleep_while_read
 
 if TYPE_CHECKING:
     from flowforge.client import Client, RunResult
@@ -145,14 +146,14 @@ def trigger(
                 labels=dict(labels),
             )
             if not wait:
-                with known_at_least(_started(run_id)):
+                with known_at_least(_which(run_id)):
                     print_json({"run_id": run_id, "workflow": workflow}) if as_json else click.echo(run_id)
                 return
             result = _await(client, url, run_id, timeout, deadline, quiet=as_json)
         except BaseException as error:
             # Whatever happened to the waiting: the caller learns which run it is.
             if run_id is not None and wait and as_json:
-                with known_at_least(_started(run_id)):
+                with known_at_least(_which(run_id)):
                     print_json({"run_id": run_id, "workflow": workflow})
             if isinstance(error, KeyboardInterrupt) and not str(error):  # between any two steps
                 known = _unknown(workflow, idempotency_key) if run_id is None else goes_on(run_id)
@@ -184,8 +185,8 @@ def _start(client: Client, deadline: float | None, workflow: str, value: Any, **
             raise WaitTimeout(f"{error}; whether there is a run now is not known") from error
 
 
-def _started(run_id: int) -> str:
-    return f"Run {run_id} was started."
+def _which(run_id: int) -> str:
+    return f"The run's id is {run_id}."
 
 
 def _unknown(workflow: str, idempotency_key: str | None) -> str:
@@ -218,12 +219,12 @@ def _await(
             may_read = False
             click.echo(f"Waiting for run {run_id} (a live picture takes flowforge_reader).", err=True)
     with telling_how_to_go_on(run_id, timeout, may_read), acting("flowforge_client"):
-        return client.wait(run_id, timeout=left())
+        return client._wait(run_id, left(), sleep_while_read)
 
 
 def _print_result(result: RunResult, as_json: bool) -> None:
     if as_json:
-        with known_at_least(_started(result.run_id)):
+        with known_at_least(_which(result.run_id)):
             print_json(vars(result))
         return
     for task, output in result.outputs.items():

@@ -1,7 +1,9 @@
 """Commands that find, load and register workflows."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from flowforge import exits
 from flowforge.loading import load_workflows
+from tests.python.daemons import CHECKOUT
 from tests.python.shell import Shell
 from tests.services.database import Database
 
@@ -110,6 +113,31 @@ def test_define_registers_all_or_nothing(db: Database, modules: Path) -> None:
     assert re.match(r"error: z\.json: .*at most 2", told.stderr), told.stderr
     assert shell.documents("workflows", code=exits.EXIT_FAILED) == []
     assert shell("define", "c.json", "a.json").stdout == "c v1: new\na v1: new\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "says"),
+    [
+        ("sys.stdout.close(); sys.stderr.close()", exits.EXIT_DATABASE, "is PostgreSQL running"),
+        ("sys.stdout.detach(); sys.stderr.detach()", exits.EXIT_DATABASE, "is PostgreSQL running"),
+        ("del sys.stdout, sys.stderr", exits.EXIT_DATABASE, "is PostgreSQL running"),
+        ("sys.stderr.close(); 1 / 0", exits.EXIT_USAGE, "ZeroDivisionError"),
+    ],
+)
+def test_a_module_that_closes_its_streams_leaves_the_command_its_own(
+    tmp_path: Path, source: str, code: int, says: str
+) -> None:
+    (tmp_path / "closing.py").write_text(f"import sys\n{JOBS.format('w')}\n{source}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "flowforge", "define", "closing", "--database-url", "host=/nowhere"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert says in done.stderr
+    assert done.returncode == code
 
 
 def test_a_refusal_of_the_database_names_the_workflow_once(db: Database, modules: Path) -> None:

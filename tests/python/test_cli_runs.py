@@ -173,10 +173,10 @@ def test_a_run_is_named_whenever_the_command_is_interrupted(
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("trigger orders", "Run 1 was started."),
-        ("trigger orders --json", "Run 1 was started."),
-        ("trigger orders --wait --json --timeout 0.1", "Run 1 was started."),
-        ("trigger orders --wait --json --idempotency-key ended", "Run 1 was started."),
+        ("trigger orders", "The run's id is 1."),
+        ("trigger orders --json", "The run's id is 1."),
+        ("trigger orders --wait --json --timeout 0.1", "The run's id is 1."),
+        ("trigger orders --wait --json --idempotency-key ended", "The run's id is 1."),
         ("retry 1", "Run 1: 3 task runs to run again."),
         ("retry 1 --json", "Run 1: 3 task runs to run again."),
     ],

@@ -287,6 +287,27 @@ def test_a_database_that_goes_away_is_waited_for(shell: Shell, db: Database) -> 
     assert "is back" in result.stderr
 
 
+def test_who_reads_no_more_ends_the_waiting_for_a_result(db: Database, shell: Shell) -> None:
+    """Of which nothing is told before its end but, then, which run it is."""
+    asks = [sys.executable, "-m", "flowforge", "trigger", "orders", "--wait", "--json", "--delay", "1h"]
+    reader, writer = os.pipe()
+    with (
+        db.connect() as connection,
+        subprocess.Popen(
+            asks, env=os.environ | shell.environment, stdout=writer, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        os.close(writer)
+        try:
+            wait_until(lambda: connection.execute("select from flowforge.run").rowcount == 1, "the run")
+            os.close(reader)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == exits.EXIT_PIPE
+    assert told == "The run's id is 1.\n"
+
+
 @pytest.mark.parametrize("command", ["watch 1", "watch 1 --json", "trigger orders --wait"])
 def test_who_reads_no_more_ends_the_watching(shell: Shell, command: str) -> None:
     """As `head` does, whatever there is to tell; also where the picture is on standard error."""
