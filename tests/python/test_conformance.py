@@ -36,7 +36,7 @@ from tests.services.rabbitmq import RabbitServer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PYTHON = [sys.executable, "-m", "flowforge", "worker", "flowforge.conformance.handlers"]
-PATIENCE = 20.0
+PATIENCE = 60.0
 IMPATIENCE = 8.0  # with what is to be seen as violated, most of which is seen by nothing happening
 
 
