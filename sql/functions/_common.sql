@@ -4,7 +4,7 @@ create or replace function flowforge._clock() returns timestamptz
 language sql volatile parallel safe
 return clock_timestamp();
 comment on function flowforge._clock() is
-    'The one clock of FlowForge. Callers read it once, after their locks, into a variable. Tests replace this function; no setting moves it.';
+    'The one clock of FlowForge. Callers read it into a variable, after their locks. Tests replace this function; no setting moves it.';
 
 create or replace function flowforge.schema_version() returns bigint
 language sql immutable parallel safe

@@ -45,7 +45,8 @@ declare
     v_snapshot pg_snapshot;
     v_all boolean;
     v_is_noted boolean;
-    v_outbox bigint;
+    -- Read before this transaction has an id: who has drawn such a number has a lesser one, which is told by it later.
+    v_outbox bigint := coalesce(pg_sequence_last_value('flowforge.outbox_outbox_id_seq'), 0);
     v_oldest record;
 begin
     perform flowforge._require_read_committed('advance_frontiers');
@@ -65,9 +66,7 @@ begin
         then least(50 * v_last.took, interval '1 minute') else least(500 * v_last.took, interval '10 minutes') end;
     v_from := flowforge._frontiers(v_all);
     v_is_noted := v_now between v_last.noted_at and v_last.noted_at + interval '30 s';
-    -- Before it looks: who ends while it does has written what it does not see. The number comes first: who has an id that is
-    -- not of the snapshot has a later one.
-    v_outbox := coalesce(pg_sequence_last_value('flowforge.outbox_outbox_id_seq'), 0);
+    -- Before it looks: who ends while it does has written what it does not see.
     v_snapshot := pg_current_snapshot();
     select (select min(tr.available_at) from flowforge.task_run tr
             where tr.stage = 'eligible' and tr.available_at >= v_from.v_eligible) as eligible,
@@ -88,8 +87,8 @@ begin
     into v_oldest;
     -- What enters a stage has a key that is no earlier than the time at which it entered. Open transactions may have written
     -- such as are not seen yet: for a minute they are waited for, and orders, which go by their number, until the next note. Where
-    -- one has been writing since before the last note of which id comes next, it may be too late by its end; and nobody knows
-    -- where there was none for so long.
+    -- one has been writing since before the last note, which is the id of who made it, it may be too late by its end; and nobody
+    -- knows where there was none for so long. (No snapshot tells which id comes next: those that run may be beyond its xmax.)
     update flowforge.frontier f
     set advanced_at = v_now,
         looked_at_all = case when v_all then v_now else f.looked_at_all end,
@@ -97,7 +96,7 @@ begin
         is_late = not v_all and f.is_late or pg_snapshot_xmin(v_snapshot) < f.next_xid
             or v_now not between f.noted_at and f.noted_at + interval '1 minute',
         noted_at = case when v_is_noted then f.noted_at else v_now end,
-        next_xid = case when v_is_noted then f.next_xid else pg_snapshot_xmax(v_snapshot) end,
+        next_xid = case when v_is_noted then f.next_xid else pg_current_xact_id() end,
         last_outbox_id = case when v_is_noted then f.last_outbox_id else v_outbox end,
         eligible = least(v_oldest.eligible, v_now - interval '1 minute'), delayed = least(v_oldest.delayed, v_now - interval '1 minute'),
         dispatched = least(v_oldest.dispatched, v_now - interval '1 minute'), leased = least(v_oldest.leased, v_now - interval '1 minute'),
