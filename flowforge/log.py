@@ -157,6 +157,8 @@ def is_lost(stream: TextIO | None) -> bool:
         return bool(getattr(stream, "closed", False))
     except ValueError:  # detached
         return True
+    except Exception:  # noqa: BLE001 -- a module's own, of whose mistakes others tell
+        return False
 
 
 def reset() -> None:

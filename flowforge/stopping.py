@@ -163,20 +163,20 @@ def interrupting() -> Iterator[None]:
         yield
         return
 
-    first: list[float] = []
+    raised: list[float] = []
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         pause = AT_ONCE if number == signal.SIGINT else AT_LAST
-        if not first or time.monotonic() - first[0] > pause:
+        if not raised or time.monotonic() - raised[-1] > pause:
             # Not before: another one that struck in between would keep this from raising.
-            first.append(time.monotonic())
+            raised.append(time.monotonic())
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in heard()}
     try:
         yield
     finally:
-        if not first:
+        if not raised:
             _restore(before)
 
 

@@ -221,6 +221,7 @@ class _Taken(NamedTuple):
 
 
 _taken: dict[str, _Taken] = {}
+_waits = True  # until `never_wait`
 
 
 def let_errors_be_lost() -> None:
@@ -237,7 +238,9 @@ def serve() -> None:
 
 def never_wait() -> None:
     """From now on, and to the end of the process, both let go what cannot be written."""
+    global _waits
     serve()
+    _waits = False
     for each in _taken.values():
         each.stream.serve_daemon()
 
@@ -302,6 +305,8 @@ def mend() -> None:
             setattr(sys, name, anew)
             if name in _taken:
                 _take(name)
+                if not _waits:
+                    _taken[name].stream.serve_daemon()
     log.find_stream()
 
 

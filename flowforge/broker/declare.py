@@ -58,7 +58,7 @@ class Declaring(Client):
         `wrong`.
 
         Raises what `check` raises, and BrokerUnavailable when it takes longer."""
-        wanted, done = self.undeclared(queues), threading.Event()
+        wanted, done = self.undeclared(queues) - self._declared, threading.Event()
         if not wanted:
             return
         self.check()

@@ -135,6 +135,7 @@ def test_a_module_that_closes_its_streams_leaves_the_command_its_own(
         stderr=subprocess.PIPE,
         text=True,
         check=False,
+        timeout=60,
     )
     assert says in done.stderr
     assert done.returncode == code

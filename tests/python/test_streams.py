@@ -309,6 +309,22 @@ with streams.read_or_stopped():
     os.close(writer)
 
 
+def test_what_is_made_anew_for_a_module_that_closed_it_waits_for_nobody_either() -> None:
+    """In a process for handlers."""
+    code = """
+streams.never_wait()
+sys.stderr.close()
+streams.mend()
+streams.PATIENCE = streams.Stream._left = 0.0
+for _ in range(100):
+    sys.stderr.write("x" * 9999)
+"""
+    reader, writer = os.pipe()
+    program(code, stderr=writer)
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_what_is_printed_comes_when_python_would_write_it_and_in_order(unbuffered: bool) -> None:
     code = """
