@@ -238,6 +238,13 @@ def verdicts(
             yield {name: pool.submit(run, name) for name in jobs}
 
 
+@pytest.fixture
+def alone(verdicts: dict[str, Future[list[Verdict]]]) -> None:
+    """No other thread examines a worker, which would be hit by what a test puts in a module's place."""
+    for future in verdicts.values():
+        future.exception()
+
+
 def violated(future: Future[list[Verdict]]) -> dict[str, str]:
     return {each.clause: each.seen for each in future.result() if not each.holds}
 
@@ -284,6 +291,7 @@ def test_the_command_tells_people_and_programs(db: Database) -> None:
         assert [state for (state,) in states] == ["cancelled", "failed", "succeeded"]
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_worker_has_a_login_of_its_own(
     db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +318,7 @@ def test_no_login_is_to_become_the_owner_for_it(db: Database) -> None:
     assert told.rstrip().endswith("; remedy: give it the login that migrated its database")
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_the_system_refuses_is_not_laid_at_the_worker_s_door(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +330,7 @@ def test_what_the_system_refuses_is_not_laid_at_the_worker_s_door(
     assert "conformance cannot go on, whatever the worker is like: [Errno 28] No space left" in told
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_database_that_is_lost_is_not_laid_at_the_worker_s_door_either(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +385,7 @@ def test_a_database_in_use_is_refused(db: Database) -> None:
         shell("conformance", "--force", *arguments[1:])
 
 
+@pytest.mark.usefixtures("alone")
 def test_whatever_fails_at_the_end_the_rest_is_cleaned_up(
     db: Database, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -392,6 +403,7 @@ def test_whatever_fails_at_the_end_the_rest_is_cleaned_up(
     assert not (tmp_path / "health").exists(), "two daemons would write it in turn"
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_ended_it_is_told_whatever_fails_at_the_end(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +417,7 @@ def test_what_ended_it_is_told_whatever_fails_at_the_end(
         raise KeyboardInterrupt
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
