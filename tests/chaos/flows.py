@@ -13,7 +13,8 @@ from typing import Any
 
 from flowforge import Context, Retry, Workflow
 
-TIME_LIMIT = 1.5
+TIME_LIMIT = 5.0
+"""Of a task whose handler works 0.2 s, or overruns: a machine that has no time for it is no fault."""
 MOST_REAPS = 1_000_000  # none of these is ever given up for the deaths of its workers
 MANY = Retry(max_attempts=100, delay=0.05, max_delay=0.5)
 """For what a fault of the database can make fail: a handler's own transaction, or one with a time limit."""
