@@ -1,5 +1,7 @@
-"""Fixtures of the tests of daemons: an engine on a fresh database, with either delivery."""
+"""Fixtures of the tests of daemons: an engine on a fresh database, with either delivery; what is logged."""
 
+import io
+import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowforge import Client
+from flowforge import Client, log
 from flowforge.config import Config
 from tests.python.cluster import Cluster
 from tests.python.isolation import Scene
@@ -123,3 +125,19 @@ def live(db: Database, shell: Shell) -> Iterator[Shell]:
     """The same, with everything running."""
     with running(Config(database_url=db.dsn), flow):
         yield shell
+
+
+@pytest.fixture
+def config(db: Database) -> Config:
+    """Of a daemon without a broker, that polls so seldom that whatever happens within a test is not the
+    poll's doing."""
+    return Config(database_url=db.dsn, poll_interval=3600)
+
+
+@pytest.fixture
+def written() -> Iterator[Callable[[], list[dict[str, object]]]]:
+    """What was logged, as JSON lines."""
+    stream = io.StringIO()
+    log.configure("json", "debug", stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    log.reset()

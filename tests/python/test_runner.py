@@ -1,105 +1,34 @@
-"""The loop of every daemon: it wakes, outlasts what passes, ends with one line where nothing heals, stops."""
+"""The loop of every daemon: it wakes, and outlasts what passes."""
 
 import errno
-import io
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psycopg
 import pytest
 
-from flowforge import connecting, cutoff, exits, log, runner
+from flowforge import connecting, cutoff, exits
 from flowforge import db as database
 from flowforge.config import Config
 from flowforge.errors import (
     BrokerBlocked,
-    BrokerMisconfigured,
     BrokerUnavailable,
     ConfigError,
     DatabaseUnavailable,
     FlowForgeError,
 )
 from flowforge.health import Health, read_health
-from flowforge.migrate import SCHEMA_VERSION
-from flowforge.runner import Daemon
 from flowforge.stopping import Stop
-from tests.python.daemons import CHECKOUT, TIMEOUT, Running, process
+from tests.python.daemons import TIMEOUT, Running
+from tests.python.probe import Probe, listening, notify, terminate
 from tests.python.proxy import Proxy
 from tests.services.database import Database
 from tests.services.process import wait_until
-
-
-class Probe(Daemon):
-    """A daemon that does what its test says and counts."""
-
-    name = "probe"
-    role = "flowforge_scheduler"
-    functions: ClassVar[tuple[str, ...]] = ("dispatch_ready",)
-    channels: ClassVar[tuple[str, ...]] = ("probe",)
-
-    def __init__(self, *actions: Callable[[database.Connection], int]) -> None:
-        self.actions = list(actions)
-        self.ticks = self.connections = 0
-        self.closed = False
-        self.wrong = ""
-
-    def on_connect(self) -> None:
-        self.connections += 1
-
-    def tick(self, conn: database.Connection) -> int:
-        conn.execute("select 1")
-        self.ticks += 1
-        return self.actions.pop(0)(conn) if self.actions else 0
-
-    def trouble(self) -> str:
-        return self.wrong
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.fixture
-def config(db: Database) -> Config:
-    # Long enough that whatever happens within a test is not the poll's doing.
-    return Config(database_url=db.dsn, poll_interval=3600)
-
-
-@pytest.fixture
-def written() -> Iterator[Callable[[], list[dict[str, object]]]]:
-    """What was logged, as JSON lines."""
-    stream = io.StringIO()
-    log.configure("json", "debug", stream)
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    log.reset()
-
-
-def listening(config: Config) -> bool:
-    with psycopg.connect(config.database_url) as conn:
-        query = """select query from pg_stat_activity
-            where application_name = 'flowforge probe listen' and datname = current_database()"""
-        return any(row[0].lower().startswith("listen") for row in conn.execute(query))
-
-
-def notify(config: Config) -> None:
-    with psycopg.connect(config.database_url, autocommit=True) as conn:
-        conn.execute("notify probe")
-
-
-def terminate(config: Config, application: str) -> None:
-    with psycopg.connect(config.database_url, autocommit=True) as conn:
-        # Of this database: that of a test before may still be on its way out.
-        query = """select pg_terminate_backend(pid) from pg_stat_activity
-            where application_name = %s and datname = current_database()"""
-        assert conn.execute(query, [application]).fetchall() == [(True,)]
 
 
 def test_work_is_followed_by_the_next_tick_at_once_and_a_notification_wakes(config: Config) -> None:
@@ -300,106 +229,6 @@ def test_a_connection_for_which_there_is_no_descriptor_may_be_had_later(
         connecting.connect(config, "worker", Stop(), (), "flowforge_worker")
 
 
-def start_fails(config: Config, written: Callable[[], list[dict[str, object]]]) -> tuple[int, str]:
-    """Exit code and the one line of a daemon that ends at its start."""
-    running = Running(Probe(), config)
-    with running:
-        running.join()
-    assert running.code is not None
-    (line,) = written()
-    assert line["level"] == "error"
-    assert running.health.state == "failed"
-    return running.code, str(line["event"])
-
-
-def test_what_no_waiting_heals_ends_the_start_with_one_line(
-    config: Config, db: Database, written: Callable[[], list[dict[str, object]]]
-) -> None:
-    wrong = config.replace(database_url=db.server.dsn(db.name, tcp=True) + " password=s3cret")
-    code, line = start_fails(wrong, written)
-    assert code == exits.EXIT_DATABASE
-    assert "wrong login or password" in line
-    assert "s3cret" not in line
-
-
-def test_a_missing_setting_ends_the_start(written: Callable[[], list[dict[str, object]]]) -> None:
-    code, line = start_fails(Config(), written)
-    assert code == exits.EXIT_CONFIG
-    assert "FLOWFORGE_DATABASE_URL is not set" in line
-
-
-def test_a_password_that_is_not_escaped_shows_neither_in_log_nor_health_nor_on_the_command_line(
-    tmp_path: Path, written: Callable[[], list[dict[str, object]]]
-) -> None:
-    url = "postgresql://u:p@S3CRET@127.0.0.1:1/db"
-    config = Config(database_url=url, health_file=str(tmp_path / "health"))
-    code, line = start_fails(config, written)
-    assert code == exits.EXIT_CONFIG
-    assert "%40 for @" in line
-    health = Path(config.health_file).read_text()
-    assert "%40 for @" in health
-    command = subprocess.run(
-        [sys.executable, "-m", "flowforge", "runs"],
-        cwd=CHECKOUT,
-        env={**os.environ, "FLOWFORGE_DATABASE_URL": url},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert command.returncode == exits.EXIT_CONFIG
-    assert "%40 for @" in command.stderr
-    assert "S3CRET" not in str(written()) + health + command.stdout + command.stderr
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("drop schema flowforge cascade", "has no schema flowforge"),
-        ("drop function flowforge.dispatch_ready", "it has no function dispatch_ready"),
-        (
-            "create or replace function flowforge.schema_version() returns bigint language sql return 0",
-            f"has version 0, this program needs {SCHEMA_VERSION}",
-        ),
-    ],
-)
-def test_a_schema_that_is_too_old_ends_the_start(
-    config: Config, db: Database, written: Callable[[], list[dict[str, object]]], change: str, said: str
-) -> None:
-    with db.connect() as conn:
-        conn.execute(change.encode())
-    code, line = start_fails(config, written)
-    assert code == exits.EXIT_SCHEMA
-    assert said in line
-    assert "run `flowforge migrate`" in line
-
-
-@pytest.mark.parametrize(
-    ("groups", "lacks"),
-    [
-        ([], "USAGE on schema flowforge, EXECUTE on dispatch_ready"),
-        (["flowforge_client"], "EXECUTE on dispatch_ready"),
-    ],
-)
-def test_missing_privileges_are_named_with_the_remedy(
-    config: Config,
-    db: Database,
-    written: Callable[[], list[dict[str, object]]],
-    groups: list[str],
-    lacks: str,
-) -> None:
-    dsn = db.create_login(*groups)
-    name = psycopg.conninfo.conninfo_to_dict(dsn)["user"]
-    code, line = start_fails(config.replace(database_url=dsn), written)
-    assert code == exits.EXIT_PRIVILEGE
-    assert line == f'login "{name}" lacks {lacks}; remedy: grant flowforge_scheduler to "{name}"'
-
-
-def test_a_login_of_its_role_is_enough(config: Config, db: Database) -> None:
-    probe = Probe()
-    with Running(probe, config.replace(database_url=db.create_login("flowforge_scheduler"))) as running:
-        wait_until(lambda: running.health.state == "ok", "the start")
-
-
 def test_what_ends_a_start_is_outlasted_by_a_daemon_under_way(config: Config, db: Database) -> None:
     dsn = db.create_login("flowforge_scheduler")
     name = psycopg.conninfo.conninfo_to_dict(dsn)["user"]
@@ -488,21 +317,6 @@ def test_a_database_lost_after_a_long_outage_of_the_broker_is_asked_again_at_onc
     assert float(str(told["seconds"])) <= 0.1, "the first delay"
 
 
-def test_a_misconfigured_broker_ends_the_daemon(
-    config: Config, written: Callable[[], list[dict[str, object]]]
-) -> None:
-    def fail(_: database.Connection) -> int:
-        raise BrokerMisconfigured("queue 'q' exists with other arguments")
-
-    running = Running(Probe(fail), config)
-    with running:
-        running.join()
-    assert running.code == exits.EXIT_BROKER
-    assert [line["event"] for line in written() if line["level"] == "error"] == [
-        "queue 'q' exists with other arguments"
-    ]
-
-
 def test_a_mistake_in_the_program_ends_the_daemon_with_its_traceback(
     config: Config, written: Callable[[], list[dict[str, object]]]
 ) -> None:
@@ -515,95 +329,6 @@ def test_a_mistake_in_the_program_ends_the_daemon_with_its_traceback(
     assert running.code == exits.EXIT_FAILED
     assert running.health.state == "failed"
     assert [line for line in written() if "KeyError: 'mistake'" in str(line.get("traceback"))]
-
-
-def test_a_request_lets_a_tick_finish(config: Config, written: Callable[[], list[dict[str, object]]]) -> None:
-    begun, done = threading.Event(), threading.Event()
-
-    def work(conn: database.Connection) -> int:
-        begun.set()
-        conn.execute("select pg_sleep(0.5)")
-        done.set()
-        return 0
-
-    with Running(Probe(work), config) as running:
-        assert begun.wait(TIMEOUT)
-        running.stop.request()
-        running.join()
-    assert done.is_set()
-    assert "the last call failed; stopping" not in [line["event"] for line in written()]
-
-
-def test_a_request_gives_a_tick_on_a_dead_path_a_few_seconds_more(
-    config: Config,
-    db: Database,
-    monkeypatch: pytest.MonkeyPatch,
-    written: Callable[[], list[dict[str, object]]],
-) -> None:
-    """A supervisor waits for no more than that."""
-    begun = threading.Event()
-
-    def stall(conn: database.Connection) -> int:
-        proxy.stalled = True
-        begun.set()
-        conn.execute("select 1")
-        return 0
-
-    monkeypatch.setattr(Probe, "tick_limit", 3600.0)
-    monkeypatch.setattr(Probe, "stop_limit", 0.1)
-    with Proxy(db.server.port) as proxy:
-        dsn = db.server.dsn(db.name, tcp=True) + f" port={proxy.port} sslmode=disable"
-        with Running(Probe(stall), config.replace(database_url=dsn, lock_timeout=0.1)) as running:
-            assert begun.wait(TIMEOUT)
-            running.stop.request()
-            running.join()
-    assert "the last call failed; stopping" in [line["event"] for line in written()]
-
-
-def test_a_second_request_ends_a_tick_that_would_not_end(config: Config) -> None:
-    def hang(conn: database.Connection) -> int:
-        conn.execute("select pg_sleep(300)")
-        return 0
-
-    probe = Probe(hang)
-    with Running(probe, config) as running:
-        wait_until(lambda: probe.ticks == 1, "the tick")
-        running.stop.request()
-        assert (running.stop.requested, running.stop.immediate) == (True, False)
-        # Leaving the block asks for the second time.
-    assert running.code == exits.EXIT_INTERRUPTED
-
-
-def test_a_second_request_cuts_its_own_connection_whatever_its_descriptor_is_now(
-    config: Config, db: Database
-) -> None:
-    """The number of a closed one is the next connection's."""
-    with db.connect() as other:
-
-        def hang(conn: database.Connection) -> int:
-            conn.fileno = other.fileno  # type: ignore[method-assign]
-            probe.ticks += 1
-            conn.execute("select pg_sleep(300)")
-            return 0
-
-        probe = Probe(hang)
-        with Running(probe, config) as running:
-            wait_until(lambda: probe.ticks == 2, "the tick")
-            running.stop.request()
-        assert running.code == exits.EXIT_INTERRUPTED
-        assert other.execute("select 1").fetchone() == (1,)
-
-
-def test_stop_tells_late_comers_at_once() -> None:
-    stop, called = Stop(), threading.Semaphore(0)
-    assert not stop.wait(0)
-    stop.request()
-    stop.on_request(called.release)
-    assert called.acquire(timeout=0)
-    assert stop.wait()
-
-
-# -- health
 
 
 def test_the_health_file_says_how_the_daemon_is(config: Config, tmp_path: Path) -> None:
@@ -624,17 +349,6 @@ def test_the_health_file_says_how_the_daemon_is(config: Config, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_health_file_that_cannot_be_written_ends_the_start(
-    config: Config, tmp_path: Path, written: Callable[[], list[dict[str, object]]]
-) -> None:
-    probe = Probe()
-    code = runner.run(probe, config.replace(health_file=str(tmp_path / "no/such/folder")), stop=Stop())
-    assert code == exits.EXIT_CONFIG
-    assert probe.closed
-    ((event),) = [str(line["event"]) for line in written()]
-    assert event.startswith(f"the health file {tmp_path}/no/such/folder cannot be written: No such file")
-
-
 def test_a_silent_daemon_is_not_well(tmp_path: Path) -> None:
     path = tmp_path / "health"
     health = Health("probe", path)
@@ -652,47 +366,3 @@ def test_the_health_of_a_daemon_that_waits_long_stays_fresh(config: Config, tmp_
         wait_until(lambda: read_health(path)[0], "the report")
         first = json.loads(path.read_text())["written"]
         wait_until(lambda: bool(json.loads(path.read_text())["written"] > first), "a later report", TIMEOUT)
-
-
-# -- processes
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_an_idle_daemon(config: Config, tmp_path: Path, number: signal.Signals) -> None:
-    config = config.replace(health_file=str(tmp_path / "health"))
-    daemon = process("Scheduler", config)
-    wait_until(lambda: read_health(config.health_file)[0], "the start")
-    daemon.send_signal(number)
-    _, errors = daemon.communicate(timeout=TIMEOUT)
-    assert daemon.returncode == exits.EXIT_OK
-    events = [json.loads(line)["event"] for line in errors.splitlines()]
-    assert events == ["connected to PostgreSQL", "stopped"]
-
-
-def test_a_crash_point_kills_without_warning(config: Config, db: Database) -> None:
-    daemon = process(
-        "Scheduler",
-        config.replace(poll_interval=0.05),
-        FLOWFORGE_CRASH_AT="scheduler:before-settle_finished@2",
-    )
-    daemon.communicate(timeout=TIMEOUT)
-    assert daemon.returncode == -signal.SIGKILL
-
-
-def test_one_stray_variable_kills_no_daemon(config: Config, tmp_path: Path) -> None:
-    config = config.replace(health_file=str(tmp_path / "health"))
-    daemon = process(
-        "Scheduler",
-        config,
-        FLOWFORGE_CRASH_AT="scheduler:before-settle_finished",
-        FLOWFORGE_TEST_CRASHES="",
-    )
-    wait_until(lambda: read_health(config.health_file)[0], "a tick")
-    daemon.terminate()
-    daemon.communicate(timeout=TIMEOUT)
-    assert daemon.returncode == exits.EXIT_OK
-
-
-def test_importing_the_runner_loads_neither_pika_nor_yoyo() -> None:
-    command = "import sys, flowforge.runner; sys.exit(bool({'pika', 'yoyo'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", command], cwd=CHECKOUT, check=True)
