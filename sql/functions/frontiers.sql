@@ -45,7 +45,9 @@ declare
     v_snapshot pg_snapshot;
     v_all boolean;
     v_is_noted boolean;
-    -- Read before this transaction has an id: who has drawn such a number has a lesser one, which is told by it later.
+    -- Both are read before this transaction has an id, if it is one of its own. Who has drawn such a number has a lesser one, which
+    -- is told by it later; who draws a greater one reads the clock after this, however long what follows takes.
+    v_began timestamptz := flowforge._clock();
     v_outbox bigint := coalesce(pg_sequence_last_value('flowforge.outbox_outbox_id_seq'), 0);
     v_oldest record;
 begin
@@ -95,7 +97,7 @@ begin
         took = case when v_all then greatest(flowforge._clock() - v_now, '0') else f.took end,
         is_late = not v_all and f.is_late or pg_snapshot_xmin(v_snapshot) < f.next_xid
             or v_now not between f.noted_at and f.noted_at + interval '1 minute',
-        noted_at = case when v_is_noted then f.noted_at else v_now end,
+        noted_at = case when v_is_noted then f.noted_at else v_began end,
         next_xid = case when v_is_noted then f.next_xid else pg_current_xact_id() end,
         last_outbox_id = case when v_is_noted then f.last_outbox_id else v_outbox end,
         eligible = least(v_oldest.eligible, v_now - interval '1 minute'), delayed = least(v_oldest.delayed, v_now - interval '1 minute'),
@@ -106,4 +108,4 @@ begin
 end
 $$;
 comment on function flowforge.advance_frontiers() is
-    'Moves each frontier to the oldest that its looks would find, or to a minute ago; back, too, to what was committed late. Does nothing within 4 s of the last time, nor while another session does it. Raises WF008.';
+    'Moves each frontier to the oldest that its looks would find, or to a minute ago; back, too, to what was committed late. Does nothing within 4 s of the last time, nor while another session does it. To be called in a transaction of its own: what has written before it may hide orders from the looks for up to ten minutes. Raises WF008.';

@@ -104,12 +104,13 @@ set jit = off
 as $$
 #variable_conflict use_column
 declare
-    v_now timestamptz := flowforge._clock();
     v_queue_id bigint := flowforge._queue_id(redispatch.queue);
     v_ids bigint[];
+    v_now timestamptz;
 begin
     v_ids := array(select tr.task_run_id from flowforge.task_run tr
         where case when tr.stage = 'dispatched' then tr.queue_id end = v_queue_id order by tr.task_run_id for no key update skip locked);
+    v_now := flowforge._clock();
     update flowforge.task_run tr
     set redispatch_at = v_now + (select q.redispatch_delay from flowforge.queue q where q.queue_id = v_queue_id)
     where tr.task_run_id = any (v_ids) and tr.state = 'ready';

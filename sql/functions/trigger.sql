@@ -14,6 +14,7 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
+    v_created_at timestamptz;
     v_now timestamptz;
     v_count integer := cardinality(p_inputs);
     v_delay interval;
@@ -70,11 +71,11 @@ begin
     end if;
 
     v_run_ids := array(select nextval('flowforge.run_run_id_seq') from generate_series(1, v_count));
-    v_now := flowforge._clock();
+    v_created_at := flowforge._clock();
     with inserted as (
         insert into flowforge.run (run_id, workflow_id, workflow_version_id, priority, unsettled, created_at, idempotency_key, labels, input)
         overriding system value
-        select v_run_ids[u.pos], v_workflow_id, v_version_id, p_priority, v_task_count, v_now, u.key, p_labels, u.input
+        select v_run_ids[u.pos], v_workflow_id, v_version_id, p_priority, v_task_count, v_created_at, u.key, p_labels, u.input
         from unnest(p_inputs, p_keys) with ordinality u (input, key, pos)
         -- By key: two calls with the same keys in different order would wait for each other.
         order by u.key, u.pos

@@ -3,8 +3,10 @@
 The clock stands still but for what a test moves it by.
 """
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -12,6 +14,7 @@ import pytest
 from psycopg.types.json import Jsonb
 
 from tests.services.database import Clock, Database
+from tests.services.process import wait_until
 from tests.sql.helpers import Engine, task
 from tests.sql.machine import HIDDEN
 
@@ -503,3 +506,81 @@ def test_it_needs_read_committed(db: Database) -> None:
         with pytest.raises(psycopg.Error, match="READ COMMITTED") as caught:
             connection.execute("select flowforge.advance_frontiers()")
         assert caught.value.sqlstate == "WF008"
+
+
+@contextmanager
+def noting(db: Database, committing: Engine) -> Iterator[None]:
+    """In the block a call that makes a new note has an id, and has come no further."""
+    committing.rows(
+        """
+        create or replace function flowforge._clock() returns timestamptz language plpgsql volatile as $$
+        begin
+            if current_setting('test.held', true) = 'yes' and pg_current_xact_id_if_assigned() > '0' then
+                perform pg_advisory_xact_lock_shared(7);
+            end if;
+            return (select c.reading from flowforge_test.clock c);
+        end $$
+        """
+    )
+    committing.call("advance_frontiers")
+    committing.advance("35 s")
+    with db.connect() as holder, db.connect(application_name="held") as held:
+        holder.execute("select pg_advisory_lock(7)")
+        held.execute("set test.held = 'yes'")
+        thread = threading.Thread(target=held.execute, args=("select flowforge.advance_frontiers()",))
+        thread.start()
+        waiting = """select count(*) from pg_stat_activity where application_name = 'held'
+            and wait_event_type = 'Lock' and datname = current_database()"""
+        wait_until(lambda: committing.value(waiting) == 1, "the call to be held")
+        yield
+        holder.execute("select pg_advisory_unlock(7)")
+        thread.join()
+
+
+def test_numbers_drawn_by_ids_after_the_note_are_not_noted(db: Database, committing: Engine) -> None:
+    committing.define(task("a"))
+    for _ in range(3):
+        committing.trigger()
+    with db.connect(autocommit=False) as writer:
+        with noting(db, committing):
+            writer.execute("select flowforge.dispatch_ready()")
+        committing.advance("5 s")
+        committing.call("advance_frontiers")
+        assert not frontiers(committing)["is_late"]
+        writer.commit()
+    assert committing.rows(HIDDEN) == []
+
+
+def test_what_is_written_while_the_note_is_held_up_is_told_of_as_late(
+    db: Database, committing: Engine
+) -> None:
+    """Its id is greater than that of who makes the note, and its key older than the end of that."""
+    committing.define(task("a"))
+    with db.connect(autocommit=False) as writer:
+        with noting(db, committing):
+            writer.execute("select flowforge.trigger('w')")
+            committing.advance("40 s")
+        committing.advance("35 s")
+        committing.call("advance_frontiers")
+        assert frontiers(committing)["is_late"]
+        writer.commit()
+    committing.advance("1 minute")
+    committing.call("advance_frontiers")
+    assert committing.rows(HIDDEN) == []
+
+
+def test_what_is_armed_after_waiting_is_due_from_then_on(db: Database, committing: Engine) -> None:
+    """Looks for orders begin a minute ago."""
+    committing.start(task("a"))
+    committing.rows("select flowforge.mark_published(array(select outbox_id from flowforge.fetch_outbox(9)))")
+    with db.connect(autocommit=False) as holder, db.connect(application_name="waits") as second:
+        holder.execute("lock table flowforge.queue in access exclusive mode")
+        thread = threading.Thread(target=second.execute, args=("select flowforge.redispatch('default')",))
+        thread.start()
+        waiting = """select count(*) from pg_stat_activity where application_name = 'waits'
+            and wait_event_type = 'Lock' and datname = current_database()"""
+        wait_until(lambda: committing.value(waiting) == 1, "the call to wait")
+        committing.advance("1 hour")
+        holder.rollback()
+        thread.join()
+    assert committing.value("select max(next_attempt_at) = flowforge._clock() from flowforge.outbox")
