@@ -154,7 +154,7 @@ def find_stream() -> None:
 def is_lost(stream: TextIO | None) -> bool:
     """Whether it was closed or detached."""
     try:
-        return bool(getattr(stream, "closed", False))
+        return getattr(stream, "closed", False) is True  # and no method of that name
     except ValueError:  # detached
         return True
     except Exception:  # noqa: BLE001 -- a module's own, of whose mistakes others tell

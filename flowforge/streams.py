@@ -301,13 +301,23 @@ def mend() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for fileno, name in ((1, "stdout"), (2, "stderr")):
         if not hasattr(sys, name) or log.is_lost(getattr(sys, name)):
-            anew = open(fileno, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 -- for good
-            setattr(sys, name, anew)
+            setattr(sys, name, _made_anew(fileno, name))
             if name in _taken:
                 _take(name)
                 if not _waits:
                     _taken[name].stream.serve_daemon()
     log.find_stream()
+
+
+def _made_anew(fileno: int, name: str) -> TextIO:
+    """Written as what Python began with, if that can still be told."""
+    kind: dict[str, Any] = {"encoding": None, "errors": "backslashreplace", "write_through": False}
+    with contextlib.suppress(AttributeError, ValueError):  # there was none, or it is detached
+        kind = {key: getattr(getattr(sys, f"__{name}__"), key) for key in kind}
+    write_through = kind.pop("write_through")
+    anew: io.TextIOWrapper = open(fileno, "w", buffering=1, closefd=False, **kind)  # noqa: SIM115 -- for good
+    anew.reconfigure(write_through=write_through)
+    return anew
 
 
 def _warn() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -100,6 +102,20 @@ run_argument = click.argument("run_id", type=Integer(1, 2**63 - 1), metavar="RUN
 def parse_json(text: str) -> Any:
     """The value of JSON text. Raises ValueError also for the constants that Python adds to JSON."""
     return json.loads(text, parse_constant=_refuse_constant)
+
+
+def read_json(source: str) -> Any:
+    """The value of the JSON in a file, or of - for standard input: UTF-8 whatever the locale says.
+
+    Raises OSError if it cannot be read, ValueError if it is not JSON.
+    """
+    if source != "-":
+        content = Path(source).read_bytes()
+    elif sys.stdin is None:
+        raise OSError(errno.EBADF, "it is closed")
+    else:
+        content = sys.stdin.buffer.read()
+    return parse_json(content.decode())
 
 
 def _refuse_constant(name: str) -> None:

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,6 +26,7 @@ from flowforge.cli.common import (
     parse_json,
     print_json,
     print_table,
+    read_json,
     run_argument,
     say,
     seconds,
@@ -55,15 +55,13 @@ _STATES = ("pending", "running", "cancelling", "succeeded", "failed", "cancelled
 
 
 def _json(value: str) -> Any:
-    """JSON as text, @FILE, or - for standard input."""
+    """JSON as text, @FILE, or - for standard input, which @- is too."""
+    source = value.removeprefix("@")
     try:
-        if value == "-":
-            value = sys.stdin.read()
-        elif value.startswith("@"):
-            value = Path(value[1:]).read_text(encoding="utf-8")
-        return parse_json(value)
+        return read_json(source) if value == "-" or source != value else parse_json(value)
     except OSError as error:
-        raise click.BadParameter(f"cannot read {value[1:]}: {error.strerror}") from None
+        name = "standard input" if source == "-" else source
+        raise click.BadParameter(f"cannot read {name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"not JSON: {error}") from None
 

@@ -38,6 +38,7 @@ _REPEATED = """
     join flowforge.task_run_status s on s.task_run_id = a.task_run_id
     where a.run_id = %s and s.run_id = %s and a.map_index is not null
         and not s.superseded and s.state <> 'failed' and a.fencing_token < s.fencing_token
+        and a.worker is not null -- else it was cancelled before anybody had claimed it
 """
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,9 +17,9 @@ from flowforge.cli.common import (
     json_option,
     local_time,
     named_by_arguments,
-    parse_json,
     print_json,
     print_table,
+    read_json,
     say,
     select,
 )
@@ -79,8 +77,7 @@ def _read(source: str) -> tuple[str, Any]:
     """The definition in a file or standard input, after what an error is to blame."""
     name = "standard input" if source == "-" else source
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-        return name, parse_json(text)
+        return name, read_json(source)
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,11 @@
 """`flowforge trigger`, `runs`, `cancel`, `retry`."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,28 @@ def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> No
     assert third["priority"] == 5
     assert third["idempotency_key"] == "k"
     assert "until" in shell.document("show", 3)["tasks"][0]["waits"]
+
+
+def test_what_is_read_is_utf_8_whatever_the_locale(shell: Shell) -> None:
+    """As files are."""
+    command = [sys.executable, "-m", "flowforge", "trigger", "orders", "--input", "-"]
+    environment = {**os.environ, **shell.environment, "PYTHONIOENCODING": "latin-1"}
+    subprocess.run(command, env=environment, input='{"a": "ü"}'.encode(), check=True)
+    assert json.loads(shell("show", 1, "--input").stdout) == {"a": "ü"}
+    done = subprocess.run(command, env=environment, input=b'{"a": "\xff"}', capture_output=True, check=False)
+    assert done.returncode == exits.EXIT_USAGE
+    assert b"not JSON: 'utf-8' codec can't decode byte 0xff" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["trigger", "orders", "-i", "-"], ["define", "-"]], ids=["trigger", "define"]
+)
+def test_standard_input_that_is_closed_is_told(shell: Shell, arguments: list[str]) -> None:
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "flowforge", *arguments]
+    done = subprocess.run(command, env={**os.environ, **shell.environment}, capture_output=True, check=False)
+    assert done.returncode == exits.EXIT_USAGE
+    assert b"cannot read standard input: it is closed" in done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,22 @@ def test_show_counts_the_elements_that_it_does_not_list(shell: Shell, db: Databa
     assert "taken back" not in shown
 
 
+def test_show_takes_what_was_cancelled_in_line_for_no_execution(shell: Shell, db: Database) -> None:
+    shell("trigger", "orders", "-i", '{"count": 3}')
+    with db.connect() as connection:
+        work(connection, "succeeded", "[1, 2, 3]")
+        connection.execute(
+            "select flowforge.settle_finished(), flowforge.expand_map(), flowforge.dispatch_ready()"
+        )
+        shell("cancel", 1)
+        connection.execute("select flowforge.settle_finished()")
+        shell("retry", 1)
+        work(connection, "succeeded", "1", how_many=3)
+    shown = shell("show", 1).stdout
+    assert re.search(r"^price +\w+ .*3", shown, re.MULTILINE), shown
+    assert "more than one execution" not in shown
+
+
 def test_nothing_of_the_database_is_obeyed_by_a_terminal(db: Database) -> None:
     """Names, errors, reasons and outputs may hold what moves its cursor or sets its title: it is shown."""
     hostile = "boom\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e"

@@ -325,6 +325,32 @@ for _ in range(100):
     os.close(writer)
 
 
+@pytest.mark.parametrize("lost", ["close", "detach"])
+def test_what_is_made_anew_is_written_as_before(lost: str) -> None:
+    """Neither escaped nor kept in a buffer."""
+    code = f"""
+sys.stdout.{lost}()
+streams.mend()
+sys.stdout.write("\\u00fc")
+os._exit(0)
+"""
+    env = {"PYTHONIOENCODING": "latin-1:strict", "PYTHONUNBUFFERED": "1", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    assert program(code, stdout=subprocess.PIPE, env={**env, "PYTHONCOERCECLOCALE": "0"}).stdout == b"\xfc"
+
+
+def test_what_has_a_method_named_closed_is_not_lost() -> None:
+    code = """
+class Tee:
+    def __init__(self, of): self.of = of
+    def __getattr__(self, name): return getattr(self.of, name)
+    def closed(self): return False
+sys.stdout = tee = Tee(sys.stdout)
+streams.mend()
+assert sys.stdout is tee
+"""
+    program(code)
+
+
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_what_is_printed_comes_when_python_would_write_it_and_in_order(unbuffered: bool) -> None:
     code = """
