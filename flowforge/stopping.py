@@ -74,6 +74,11 @@ TOGETHER = 5.0
 """Seconds within which a SIGHUP and another signal are one request."""
 
 
+TWICE = 0.1
+"""Seconds within which a signal that comes again is the same request, as where timeout(1) sends it to the
+process and then to the group that the process is in."""
+
+
 class _Requests:
     """Which signals are requests of their own. The end of a terminal, or of who reads the log, is told more
     than once, and often together with a SIGTERM or Ctrl-C: all of that is one."""
@@ -87,13 +92,16 @@ class _Requests:
         mine = number, time.monotonic(), requested
         self._came.append(mine)
         counts, hung_up = False, float("-inf")
+        last: dict[int, float] = {}
         for place, each in enumerate(self._came):
             number, when, requested = each
             if number == signal.SIGHUP:
                 counts = place == 0 and not requested
                 hung_up = when if counts else hung_up
             else:
-                counts, hung_up = when - hung_up > TOGETHER, float("-inf")
+                is_new = when - last.get(number, float("-inf")) > TWICE
+                counts, hung_up = is_new and when - hung_up > TOGETHER, float("-inf")
+                last[number] = when
             if each is mine:
                 break
         return counts

@@ -110,12 +110,12 @@ def read_json(source: str) -> Any:
     Raises OSError if it cannot be read, ValueError if it is not JSON.
     """
     if source != "-":
-        content = Path(source).read_bytes()
-    elif sys.stdin is None:
+        return parse_json(Path(source).read_bytes().decode())
+    stdin: Any = getattr(sys, "stdin", None)
+    if stdin is None:
         raise OSError(errno.EBADF, "it is closed")
-    else:
-        content = sys.stdin.buffer.read()
-    return parse_json(content.decode())
+    binary = getattr(stdin, "buffer", None)  # not where a module put something else there, or detached it
+    return parse_json(stdin.read() if binary is None else binary.read().decode())
 
 
 def _refuse_constant(name: str) -> None:

@@ -38,6 +38,33 @@ from flowforge import Workflow
 """
 
 
+@pytest.mark.parametrize(
+    ("put", "told"),
+    [
+        ("sys.stdin = io.StringIO(DEFINITION)", "third v1: new\n"),
+        ("sys.stdin.detach()", "error: standard input is not JSON: underlying buffer has been detached\n"),
+        ("del sys.stdin", "error: cannot read standard input: it is closed\n"),
+    ],
+    ids=["replaced", "detached", "deleted"],
+)
+def test_whatever_a_module_does_to_standard_input_is_told(
+    db: Database, tmp_path: Path, put: str, told: str
+) -> None:
+    given = """DEFINITION = '{"name": "third", "tasks": [{"name": "only"}]}'\n"""
+    (tmp_path / "odd.py").write_text(f"import io, sys\n{given}{put}\n" + JOBS.format("first"))
+    done = subprocess.run(
+        [sys.executable, "-m", "flowforge", "define", "odd", "-", "--database-url", db.dsn],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told in (done.stdout + done.stderr)
+    assert "Traceback" not in done.stderr
+
+
 def test_define_registers_modules_and_files(db: Database, modules: Path) -> None:
     """With no more than the client's role; the same again is known, other content a new version."""
     (modules / "jobs_a.py").write_text(JOBS.format("first") + JOBS.format("second"))

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, ClassVar
 
@@ -87,11 +88,12 @@ def test_no_early_signal_is_lost_whenever_it_comes() -> None:
     code = Remembered.__call__.__code__
     instruction, remembered, taken = 0, Remembered(), list[int]()
 
-    def signal() -> None:
+    def take(number: int) -> None:
         with suppress(KeyboardInterrupt):
-            remembered(15, None)
+            remembered(number, None)
 
-    while interrupted(signal, code, instruction := instruction + 1, signal):
+    first, second = partial(take, signal.SIGTERM), partial(take, signal.SIGINT)
+    while interrupted(first, code, instruction := instruction + 1, second):
         remembered.take(lambda: taken.append(1))
         assert len(taken) == 2, f"before instruction {instruction}"
         remembered = Remembered()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -364,9 +365,10 @@ def test_the_end_of_a_terminal_asks_to_stop() -> None:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGHUP)
             assert (stop.requested, stop.immediate) == (True, False)
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
             assert stop.immediate
         assert signal.getsignal(signal.SIGHUP) is remembered
+        time.sleep(stopping.TWICE)
         with signals(Stop()) as stop:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGHUP)
@@ -377,6 +379,18 @@ def test_the_end_of_a_terminal_asks_to_stop() -> None:
             assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_is_sent_twice_at_once_is_one_request(number: int) -> None:
+    """As by timeout(1), to the process and to its group."""
+    with signals(Stop()) as stop:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert (stop.requested, stop.immediate) == (True, False)
+        time.sleep(stopping.TWICE)
+        signal.raise_signal(number)
+        assert stop.immediate
 
 
 @pytest.fixture
@@ -503,6 +517,6 @@ def test_output_that_nobody_reads_keeps_no_program_from_its_end(end: str) -> Non
 
 def test_a_second_request_that_nobody_takes_over_ends_the_start() -> None:
     handler = Remembered()
-    handler(15, None)
+    handler(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
-        handler(15, None)
+        handler(signal.SIGINT, None)

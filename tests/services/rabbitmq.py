@@ -257,8 +257,13 @@ class RabbitServer(Broker):
         self.ctl("clear_policy", name)
 
     def set_memory_watermark(self, fraction: float) -> None:
-        """0 raises the memory alarm at once, which blocks every publishing connection; 0.4 is the default."""
+        """0 raises the memory alarm, which blocks all that publish, and returns once they know; 0.4 is the
+        default."""
         self.ctl("set_vm_memory_high_watermark", str(fraction))
+        if fraction == 0:
+            listed = "list_connections", "--no-table-headers", "state"
+            running = {"running", "flow"}
+            wait_until(lambda: running.isdisjoint(self.ctl(*listed).split()), "connections to be blocked")
 
     def close_connections(self, reason: str) -> None:
         """Close every client's connection from the broker's side."""
