@@ -310,9 +310,9 @@ def mend() -> None:
 
 
 def _made_anew(fileno: int, name: str) -> TextIO:
-    """Written as what Python began with, if that can still be told."""
+    """Encoded as what Python began with."""
     kind: dict[str, Any] = {"encoding": None, "errors": "backslashreplace", "write_through": False}
-    with contextlib.suppress(AttributeError, ValueError):  # there was none, or it is detached
+    with contextlib.suppress(AttributeError):  # there was none
         kind = {key: getattr(getattr(sys, f"__{name}__"), key) for key in kind}
     write_through = kind.pop("write_through")
     anew: io.TextIOWrapper = open(fileno, "w", buffering=1, closefd=False, **kind)  # noqa: SIM115 -- for good

@@ -77,7 +77,13 @@ def _label(text: str) -> tuple[str, str]:
 @click.command()
 @click.argument("workflow")
 @click.option(
-    "-i", "--input", "value", type=_json, default="{}", metavar="JSON|@FILE|-", help="Input. Default: {}."
+    "-i",
+    "--input",
+    "value",
+    type=_json,
+    default="{}",
+    metavar="JSON|@FILE|-",
+    help="Input: JSON, or in a file or - (also @-) standard input. Default: {}.",
 )
 @click.option("--idempotency-key", metavar="KEY", help="The same key and input give the same run.")
 @click.option("--version", type=Integer(min=1), help="Version of the workflow. Default: the current one.")

@@ -46,7 +46,8 @@ declare
     v_all boolean;
     v_is_noted boolean;
     -- Both are read before this transaction has an id, if it is one of its own. Who has drawn such a number has a lesser one, which
-    -- is told by it later; who draws a greater one reads the clock after this, however long what follows takes.
+    -- is told by it later; who draws a greater one reads the clock after this, however long what follows takes. (Unless a lock on
+    -- a whole table held it up in between for a minute: what it writes then is left to the next look at everything.)
     v_began timestamptz := flowforge._clock();
     v_outbox bigint := coalesce(pg_sequence_last_value('flowforge.outbox_outbox_id_seq'), 0);
     v_oldest record;

@@ -77,6 +77,7 @@ def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> No
     file.write_text('{"from": "file ä"}', encoding="utf-8")
     shell("trigger", "orders", "--input", f"@{file}")
     shell("trigger", "orders", "--input", "-", stdin='{"from": "pipe"}')
+    assert json.loads(shell("show", 2, "--input").stdout) == {"from": "pipe"}
     options = ["--priority", "5", "--delay", "2h", "-l", "team=data", "-l", "x=a=b", "--version", "1"]
     shell("trigger", "orders", "--idempotency-key", "k", *options)
     assert shell("trigger", "orders", "--idempotency-key", "k").stdout == "3\n"
@@ -87,6 +88,8 @@ def test_trigger_takes_input_from_everywhere(shell: Shell, tmp_path: Path) -> No
     assert third["priority"] == 5
     assert third["idempotency_key"] == "k"
     assert "until" in shell.document("show", 3)["tasks"][0]["waits"]
+    fourth = shell("trigger", "orders", "--input", "@-", stdin='{"from": "pipe, too"}').stdout.strip()
+    assert json.loads(shell("show", fourth, "--input").stdout) == {"from": "pipe, too"}
 
 
 def test_what_is_read_is_utf_8_whatever_the_locale(shell: Shell) -> None:

@@ -532,9 +532,11 @@ def noting(db: Database, committing: Engine) -> Iterator[None]:
         waiting = """select count(*) from pg_stat_activity where application_name = 'held'
             and wait_event_type = 'Lock' and datname = current_database()"""
         wait_until(lambda: committing.value(waiting) == 1, "the call to be held")
-        yield
-        holder.execute("select pg_advisory_unlock(7)")
-        thread.join()
+        try:
+            yield
+        finally:
+            holder.execute("select pg_advisory_unlock(7)")
+            thread.join()
 
 
 def test_numbers_drawn_by_ids_after_the_note_are_not_noted(db: Database, committing: Engine) -> None:
@@ -573,7 +575,7 @@ def test_what_is_armed_after_waiting_is_due_from_then_on(db: Database, committin
     """Looks for orders begin a minute ago."""
     committing.start(task("a"))
     committing.rows("select flowforge.mark_published(array(select outbox_id from flowforge.fetch_outbox(9)))")
-    with db.connect(autocommit=False) as holder, db.connect(application_name="waits") as second:
+    with db.connect(application_name="waits") as second, db.connect(autocommit=False) as holder:
         holder.execute("lock table flowforge.queue in access exclusive mode")
         thread = threading.Thread(target=second.execute, args=("select flowforge.redispatch('default')",))
         thread.start()
