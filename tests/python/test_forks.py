@@ -172,7 +172,7 @@ def test_the_second_request_is_for_a_child_too() -> None:
     child(signal.SIGINT, None)
     child(signal.SIGHUP, None)
     with pytest.raises(KeyboardInterrupt):
-        child(signal.SIGINT, None)
+        child(signal.SIGTERM, None)
 
 
 @pytest.mark.usefixtures("no_prctl")

@@ -389,8 +389,8 @@ def test_a_second_signal_waits_for_nothing(db: Database, monkeypatch: pytest.Mon
     monkeypatch.setattr(web_server.Server, "run", stuck)
 
     def stop_twice(_address: str) -> None:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
 
     try:
         config = Config(database_url=db.create_login("flowforge_reader"))
