@@ -101,7 +101,7 @@ class _Requests:
             else:
                 is_new = when - last.get(number, float("-inf")) > TWICE
                 counts, hung_up = is_new and when - hung_up > TOGETHER, float("-inf")
-                last[number] = when
+                last[number] = when if is_new else last[number]
             if each is mine:
                 break
         return counts

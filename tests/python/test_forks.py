@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,8 +172,9 @@ def test_the_second_request_is_for_a_child_too() -> None:
     child = stopping._Child()
     child(signal.SIGINT, None)
     child(signal.SIGHUP, None)
+    time.sleep(stopping.TWICE)
     with pytest.raises(KeyboardInterrupt):
-        child(signal.SIGTERM, None)
+        child(signal.SIGINT, None)
 
 
 @pytest.mark.usefixtures("no_prctl")

@@ -107,10 +107,10 @@ def daemons(rabbit_cluster: Cluster) -> dict[str, Process]:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_hd_39_sigterm_to_idle_daemons(daemons: dict[str, Process], times: int) -> None:
-    """Each ends in order, with 0, asked once or twice."""
+    """Each ends in order, with 0, asked once; or twice at once, by two signals."""
     for process in daemons.values():
-        for _ in range(times):
-            process.signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT)[:times]:
+            process.signal(number)
         assert process.wait() in ([EXIT_OK] if times == 1 else [EXIT_OK, EXIT_INTERRUPTED])
 
 
